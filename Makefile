@@ -1,0 +1,25 @@
+# Every target sets up what it needs: a .venv, installed anew only when pyproject.toml or constraints.txt changes.
+.PHONY: demo test check format clean
+
+demo: .venv/ready
+	.venv/bin/python -m loopfold.demo
+
+test: .venv/ready
+	.venv/bin/pytest
+
+check: .venv/ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+format: .venv/ready
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+.venv/ready: pyproject.toml constraints.txt
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

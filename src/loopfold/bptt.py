@@ -1,0 +1,404 @@
+"""Back-propagation through time: the book's equations by hand, the share of each step, and how far gradients reach."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.engines.sequential import Sequential
+from loopfold.feeding import Classes
+from loopfold.patterns import Pattern, SequenceToSequence
+from loopfold.recurrent import Bidirectional, Recurrent
+from loopfold.transitions import Elman, State, leaves, map_state, name_of, rebuild
+
+Loss = Callable[[Any, Tensor], Tensor]  # loss_fn(o, y) -> scalar
+
+
+# ------------------------------------------------------------------ by hand
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward quantities of book (10.8) to (10.11): `a`, `h` are `[τ, batch, n]`, `o`, `y_hat` `[τ, batch, k]`."""
+
+    a: Tensor
+    h: Tensor
+    o: Tensor
+    y_hat: Tensor
+
+
+@dataclass(frozen=True)
+class BPTT:
+    """The gradient ∇ of the loss for every letter of the equations, `loss = Σ_t L(t)`, and the forward pass."""
+
+    loss: Tensor
+    o: Tensor  # ∇o(t)  [τ, batch, k]
+    h: Tensor  # ∇h(t)  [τ, batch, n]
+    U: Tensor
+    W: Tensor
+    V: Tensor
+    b: Tensor
+    c: Tensor
+    forward: Forward
+
+
+@torch.no_grad()
+def bptt(model: SequenceToSequence, x: Tensor, y: Tensor, state: Tensor | None = None) -> BPTT:
+    """Back-propagation through time without automatic differentiation (M15), for `SequenceToSequence(Elman)` with tanh.
+
+    `x [τ, batch, n_in]`, `y [τ, batch]` classes; h(0) is zero, or `state`.
+
+    >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
+    >>> x, y = torch.randn(7, 2, 3), torch.zeros(7, 2, dtype=torch.long)
+    >>> model.loss(model(x), y).backward()
+    >>> torch.allclose(bptt(model, x, y).W, model.recurrent.cell.W.grad, atol=1e-4)
+    True
+    """
+    cell = _tanh_elman(model)
+    U, W, b, V, c = cell.U, cell.W, cell.b, model.V, model.c
+    tau, batch = x.shape[0], x.shape[1]
+    h0 = cell.initial_state(batch) if state is None else state
+    model.recurrent(x, h0)  # for its checks of x and the state
+
+    a, h = x.new_empty(tau, batch, cell.hidden_size), x.new_empty(tau, batch, cell.hidden_size)
+    for t in range(tau):
+        a[t] = b + (h[t - 1] if t > 0 else h0) @ W.T + x[t] @ U.T  # (10.8)
+        h[t] = torch.tanh(a[t])  # (10.9)
+    o = c + h @ V.T  # (10.10)
+    y_hat = o.softmax(-1)  # (10.11)
+    loss = model.loss(o, y)
+
+    one_y = model.outputs.encode(y).to(o.dtype)
+    do = y_hat - one_y  # ∇o(t) = ŷ(t) - 1_y(t)
+    dh = torch.empty_like(h)
+    dh[-1] = do[-1] @ V  # ∇h(τ) = Vᵀ ∇o(τ)
+    for t in range(tau - 2, -1, -1):  # ∇h(t) = Wᵀ diag(1 - h(t+1)²) ∇h(t+1) + Vᵀ ∇o(t)
+        dh[t] = ((1 - h[t + 1] ** 2) * dh[t + 1]) @ W + do[t] @ V
+
+    da = (1 - h**2) * dh  # diag(1 - h(t)²) ∇h(t)
+    before = torch.cat([h0[None], h[:-1]])  # h(t-1)
+    return BPTT(
+        loss=loss,
+        o=do,
+        h=dh,
+        U=_sum_of_outer_products(da, x),  # ∇U = Σ diag(1 - h(t)²) ∇h(t) x(t)ᵀ
+        W=_sum_of_outer_products(da, before),  # ∇W = Σ diag(1 - h(t)²) ∇h(t) h(t-1)ᵀ
+        V=_sum_of_outer_products(do, h),  # ∇V = Σ ∇o(t) h(t)ᵀ
+        b=da.sum((0, 1)),  # ∇b = Σ diag(1 - h(t)²) ∇h(t)
+        c=do.sum((0, 1)),  # ∇c = Σ ∇o(t)
+        forward=Forward(a, h, o, y_hat),
+    )
+
+
+def _sum_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
+    return left.flatten(0, 1).T @ right.flatten(0, 1)
+
+
+def _tanh_elman(model: SequenceToSequence) -> Elman:
+    recurrent = model.recurrent if isinstance(model, SequenceToSequence) else None
+    cell = recurrent.cell if isinstance(recurrent, Recurrent) else None
+    if not isinstance(cell, Elman) or cell.activation is not torch.tanh or not isinstance(model.outputs, Classes):
+        raise TypeError(
+            "bptt works by the book's equations, which are those of SequenceToSequence(Elman(n_in, n), classes) "
+            f"with tanh; {name_of(model if cell is None else cell)} came. For any other model use lf.per_step_gradients."
+        )
+    return cell
+
+
+# ------------------------------------------------------------------ the share of each step
+
+
+def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """What each step adds to each gradient: ∇W(t), where W(t) is a copy of W that step t alone uses (M16).
+
+    For any transition and pattern; `loss_fn(o, y)` is a scalar, with `model.loss` the book's. Every entry is
+    `[steps, *shape]` and sums over its steps to `.grad`. Names are shortened as far as they stay unique: `"W"`,
+    not `"recurrent.cell.W"`. Steps count in the order in which they are taken: a backward layer's first is x(τ).
+
+    Each step's share is one product of its Jacobian, (∂state(t)/∂W)ᵀ ∇state(t).
+
+    >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
+    >>> shares = per_step_gradients(model, model.loss, torch.randn(7, 2, 3), torch.zeros(7, 2, dtype=torch.long))
+    >>> shares["W"].shape
+    torch.Size([7, 5, 5])
+    """
+    with _watch(model, outside=True) as calls, torch.enable_grad():
+        loss = loss_fn(_outputs(model, x, y), y)
+    if loss.dim() != 0:
+        raise ValueError(f"loss_fn must return one number; a tensor of shape {tuple(loss.shape)} came. Sum it.")
+    nodes = [leaf for call in calls for leaf in leaves(call.output)]
+    flows = iter(torch.autograd.grad(loss, nodes, allow_unused=True, materialize_grads=True))
+    shares: dict[int, list[Tensor]] = {}
+    for call in calls:
+        gradient = rebuild(call.output, [next(flows) for _ in leaves(call.output)])
+        for key, share in _shares(call, gradient).items():
+            shares.setdefault(id(call.owner.get_parameter(key)), []).append(share)
+    names = _short_names(model)
+    return {
+        names[name]: torch.cat(shares[id(p)])
+        for name, p in model.named_parameters()
+        if id(p) in shares and p.requires_grad
+    }
+
+
+@dataclass
+class _Call:
+    """One use of a module that owns parameters: what went in and what came out."""
+
+    owner: nn.Module
+    inputs: tuple[Any, ...]
+    output: State
+    is_cell: bool
+
+    @property
+    def every_step(self) -> bool:
+        """Whether this one call serves all the steps: vectors `[τ, batch, n]`, or classes `[τ, batch]`."""
+        x = self.inputs[0]
+        return not self.is_cell and isinstance(x, Tensor) and x.dim() >= (3 if x.is_floating_point() else 2)
+
+
+def _cells(model: nn.Module) -> list[nn.Module]:
+    """The transitions of a model, each once."""
+    found = [part.cell for part in model.modules() if isinstance(part, Recurrent) and isinstance(part.cell, nn.Module)]
+    return list(dict.fromkeys(found))
+
+
+def _owners_outside(model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters of their own that are no part of a transition."""
+    inside = {part for cell in _cells(model) for part in cell.modules()}
+    return [
+        part for part in model.modules() if part not in inside and any(True for _ in part.parameters(recurse=False))
+    ]
+
+
+@contextmanager
+def _watch(model: nn.Module, *, outside: bool) -> Iterator[list[_Call]]:
+    """Record every call of a transition (and of what owns parameters outside them), run as the plain loop."""
+    calls: list[_Call] = []
+    cells = _cells(model)
+    owners = cells + (_owners_outside(model) if outside else [])
+
+    def record(owner: nn.Module, inputs: tuple[Any, ...], output: State) -> State:
+        # copies, so that the gradient at one leaf leaves out its way through another: h(t) = σ(o) tanh(c(t)) of an LSTM
+        output = map_state(lambda leaf: leaf.clone(), output)
+        calls.append(_Call(owner, inputs, output, owner in cells))
+        return output
+
+    hooks = [owner.register_forward_hook(record) for owner in owners]
+    recurrents = [part for part in model.modules() if isinstance(part, Recurrent)]
+    engines = [part.engine for part in recurrents]
+    try:
+        for part in recurrents:
+            part.engine = Sequential()
+        yield calls
+    finally:
+        for part, engine in zip(recurrents, engines, strict=True):
+            part.engine = engine
+        for hook in hooks:
+            hook.remove()
+
+
+def _shares(call: _Call, gradient: State) -> dict[str, Tensor]:
+    """(∂output/∂θ)ᵀ ∇output for every parameter θ of the owner, `[steps, *shape]`."""
+    parameters = {k: p.detach() for k, p in call.owner.named_parameters() if p.requires_grad}
+
+    def share(inputs: tuple[Any, ...], flow: State) -> dict[str, Tensor]:
+        def step(theta: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            return tuple(leaves(torch.func.functional_call(call.owner, theta, inputs)))
+
+        _, pull_back = torch.func.vjp(step, parameters)
+        return pull_back(tuple(leaves(flow)))[0]
+
+    inputs = tuple(map_state(lambda leaf: leaf.detach(), part) for part in call.inputs)
+    if call.every_step:
+        return torch.vmap(share)(inputs, gradient)
+    return {key: value[None] for key, value in share(inputs, gradient).items()}
+
+
+def _outputs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model.given(x, y) if isinstance(model, Pattern) else model(x)
+
+
+def _short_names(model: nn.Module) -> dict[str, str]:
+    """Each parameter's name without the leading parts that are not needed to tell it from the others."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def short(name: str) -> str:
+        parts = name.split(".")
+        for k in range(1, len(parts) + 1):
+            end = ".".join(parts[-k:])
+            if sum(other == end or other.endswith("." + end) for other in names) == 1:
+                return end
+        return name
+
+    return {name: short(name) for name in names}
+
+
+# ------------------------------------------------------------------ how far gradients reach
+
+
+@dataclass(frozen=True)
+class GradientFlow:
+    """How much the loss at one step depends on the state at an earlier one (M17).
+
+    `norms[t, k]`   ‖∂L(t)/∂h(k)‖ over the whole state and batch, zero where k cannot influence t; a model with one
+                    output at the end has one row
+    `reach[d]`      the same by distance d, relative to d = 0: the geometric mean over all t and k = t - d
+    `rate`          the factor by which the gradient changes with every step back
+    `verdict`       what that means, in words, and what to do about it
+    """
+
+    norms: Tensor
+    reach: Tensor = field(init=False)
+    rate: float = field(init=False)
+    verdict: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        reach = _by_distance(self.norms)
+        rate = _rate(reach)
+        object.__setattr__(self, "reach", reach)
+        object.__setattr__(self, "rate", rate)
+        object.__setattr__(self, "verdict", _verdict(reach, rate))
+
+
+VANISHED, EXPLODED = 1e-3, 1e3  # the size relative to distance 0 at which a gradient counts as gone, or as too large
+
+
+def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> GradientFlow:
+    """The norms of ∂L(t)/∂h(k) = ∂L(t)/∂h(t) · Π ∂h(j)/∂h(j-1), for any transition (M17).
+
+    `h` is the whole state of the network, of all its layers and of both h and c for an LSTM. `loss_fn(o, y)` is
+    called on each step by itself, `o[t:t+1]` and `y[t:t+1]`. Costs τ passes backwards: O(τ²).
+
+    >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
+    >>> flow = gradient_flow(model, model.loss, torch.randn(40, 2, 3), torch.zeros(40, 2, dtype=torch.long))
+    >>> flow.norms.shape, flow.verdict.split()[0]
+    (torch.Size([40, 40]), 'vanishes')
+    """
+    if not _cells(model):
+        raise TypeError(
+            f"{name_of(model)} holds no lf.Recurrent with a module as its transition, so no states to follow."
+        )
+    tau = x.shape[0]
+    with _watch(model, outside=False) as calls, torch.enable_grad():
+        o = _outputs(model, x, y)
+        if not isinstance(o, Tensor):
+            raise TypeError(f"gradient_flow needs a model that returns outputs o; a {type(o).__name__} came.")
+        one_output = y.shape[0] != tau or o.shape[0] != tau
+        losses = [loss_fn(o, y)] if one_output else [loss_fn(o[t : t + 1], y[t : t + 1]) for t in range(tau)]
+
+    backwards = {id(part.backwards.cell) for part in model.modules() if _reads_backwards(part)}  # type: ignore[union-attr]
+    chains: dict[int, list[State]] = {}
+    for call in calls:
+        chains.setdefault(id(call.owner), []).append(call.output)
+    steps = [chain[::-1] if owner in backwards else chain for owner, chain in chains.items()]
+    if any(len(chain) != tau for chain in steps):
+        raise ValueError(
+            f"gradient_flow follows networks whose every layer takes one step for each x(t), τ = {tau}; "
+            f"{name_of(model)} took {sorted({len(chain) for chain in steps})}."
+        )
+    nodes = [leaf for k in range(tau) for chain in steps for leaf in leaves(chain[k])]
+    width = len(nodes) // tau
+    norms = x.new_zeros(len(losses), tau)
+    for t, loss in enumerate(losses):
+        found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
+        for k in range(tau):
+            parts = [g.square().sum() for g in found[k * width : (k + 1) * width] if g is not None]
+            if parts:
+                norms[t, k] = torch.stack(parts).sum().sqrt()
+    return GradientFlow(norms)
+
+
+def _reads_backwards(part: nn.Module) -> bool:
+    return isinstance(part, Bidirectional) and isinstance(part.backwards, Recurrent)
+
+
+def _by_distance(norms: Tensor) -> Tensor:
+    """The geometric mean of `norms` by the distance t - k, relative to distance 0."""
+    rows, tau = norms.shape
+    logs = norms.double().log()
+    end = tau if rows == 1 else None  # one output: its row is t = τ
+    means = []
+    for d in range(tau):
+        line = logs[0, tau - 1 - d : tau - d] if end else torch.diagonal(logs, -d)
+        means.append(line.mean())
+    reach = torch.stack(means)
+    return (reach - reach[0]).exp()
+
+
+def _rate(reach: Tensor) -> float:
+    """The factor per step: the slope of a straight line through log reach, as far as it has not underflowed."""
+    seen = (reach > 0) & reach.isfinite()
+    count = int(seen.long().cumprod(0).sum())
+    if count < 2:
+        return 0.0 if len(reach) > 1 else 1.0
+    d = torch.arange(count, dtype=torch.float64)
+    log = reach[:count].log()
+    slope = ((d - d.mean()) * (log - log.mean())).sum() / (d - d.mean()).square().sum()
+    return math.exp(float(slope))
+
+
+def _verdict(reach: Tensor, rate: float) -> str:
+    if len(reach) < 2:
+        return "healthy: one step only, so there is nothing to carry."
+    if not bool(reach.isfinite().all()) or float(reach.max()) > EXPLODED:
+        d = int((~(reach <= EXPLODED)).nonzero()[0])
+        return (
+            f"explodes after about {d} steps: it grows by {rate:.3g} a step. Clip the gradient "
+            f"(torch.nn.utils.clip_grad_norm_), start W smaller or orthogonal (recurrent_init=lf.Orthogonal()), "
+            f"or use a gated cell (lf.LSTM, lf.GRU)."
+        )
+    if float(reach.min()) < VANISHED:
+        d = int((reach < VANISHED).nonzero()[0])
+        return (
+            f"vanishes after about {d} steps: it shrinks by {rate:.3g} a step. Use a gated cell (lf.LSTM with "
+            f"forget_bias=1.0, lf.GRU), or start W orthogonal (recurrent_init=lf.Orthogonal())."
+        )
+    return f"healthy: it changes by {rate:.3g} a step, and {float(reach[-1]):.2g} of it is left after {len(reach) - 1} steps."
+
+
+# ------------------------------------------------------------------ truncated
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """The loss over the whole sequence, and the state after it, with no gradient attached."""
+
+    loss: Tensor
+    last: State
+
+
+def truncated_bptt(
+    model: SequenceToSequence, loss_fn: Loss, x: Tensor, y: Tensor, window: int, state: State | None = None
+) -> Truncated:
+    """Back-propagate within windows of `window` steps: the state crosses from one to the next, the gradient does not.
+
+    Adds to `.grad`, as `loss.backward()` does. It is a different gradient, hence a function and not an engine; with
+    `window >= τ` it is the full one. Memory is O(window).
+
+    >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
+    >>> done = truncated_bptt(model, model.loss, torch.randn(70, 2, 3), torch.zeros(70, 2, dtype=torch.long), window=20)
+    >>> _ = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    >>> done.last.shape
+    torch.Size([2, 5])
+    """
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"the window is a number of steps, at least 1; {window!r} came.")
+    if x.shape[0] < 1 or y.shape[0] != x.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} steps and y has {y.shape[0]}; both need the same τ of at least 1.")
+    total = x.new_zeros(())
+    for t in range(0, x.shape[0], window):
+        prediction = model.predict(x[t : t + window], state)
+        loss = loss_fn(prediction.o, y[t : t + window])
+        loss.backward()
+        total = total + loss.detach()
+        state = _detached(prediction.run.last)
+    return Truncated(total, state)
+
+
+def _detached(state: State) -> State:
+    return map_state(lambda leaf: leaf.detach(), state)

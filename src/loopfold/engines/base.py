@@ -1,0 +1,70 @@
+"""What an engine is given, what it must return, and the law that it keeps."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopfold.transitions import State, Step, describe, leaves, name_of
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A step with all that it runs on, checked: `state(t) = f(state(t-1), x(t))` for t = 1…τ.
+
+    `x` is `[τ, batch, …]` or None (then `f(state)`); `state` is state(0). With `lengths [batch]`, sequence `i`
+    ends after `lengths[i]` steps, and `x` repeats its last input there, so that no padding is ever computed on.
+    """
+
+    f: Step
+    x: Tensor | None
+    steps: int
+    state: State
+    lengths: Tensor | None
+
+    def take(self, state: State, t: int) -> State:
+        """One step of `f`, from `state` with x(t)."""
+        return self.f(state) if self.x is None else self.f(state, self.x[t])
+
+    def alive(self, t: int) -> Tensor:
+        """`[batch]`: which sequences still run at step `t` (from 0)."""
+        assert self.lengths is not None
+        return self.lengths.to(leaves(self.state)[0].device) > t
+
+
+class Engine(ABC):
+    """Runs a recurrence. States and every gradient match `Sequential` within the engine's stated tolerance."""
+
+    @abstractmethod
+    def refusal(self, recurrence: Recurrence) -> str | None:
+        """Why this engine cannot run the recurrence, in words, or None. Nothing falls back in silence."""
+
+    @abstractmethod
+    def run(self, recurrence: Recurrence) -> State:
+        """state(1…τ): the structure that `f` returns, each leaf `[τ, batch, …]`, zero after a sequence's end."""
+
+
+def first_step(recurrence: Recurrence) -> State:
+    """state(1), with the checks that only a step can make: that `f` runs, and gives back a state like state(0)."""
+    f, state = recurrence.f, recurrence.state
+    x = "" if recurrence.x is None else f" and x(t) {tuple(recurrence.x.shape[1:])}"
+    try:
+        new = recurrence.take(state, 0)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name_of(f)} could not take its first step from state {describe(state)}{x}: {error}"
+        ) from error
+    if not isinstance(new, Tensor | tuple):
+        raise TypeError(
+            f"{name_of(f)} returned a {type(new).__name__}; a step returns the next state, {describe(state)}."
+        )
+    came, needed = [leaf.shape for leaf in leaves(new)], [leaf.shape for leaf in leaves(state)]
+    if came != needed:
+        raise ValueError(
+            f"{name_of(f)} was given state {describe(state)} and returned {describe(new)}; "
+            f"a step must return a state of the structure and sizes that it was given."
+        )
+    return new

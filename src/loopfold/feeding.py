@@ -1,0 +1,273 @@
+"""What an output means, and what goes back in at the next step: the truth, the model's own outputs, or a mixture."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# ------------------------------------------------------------------ what an output means
+
+
+class Outputs(ABC):
+    """The kind of target that an output layer predicts. `size` is the number of units of `o`."""
+
+    size: int
+
+    @abstractmethod
+    def encode(self, y: Tensor) -> Tensor:
+        """A target as the vector that a later step reads: `[…, size]`."""
+
+    @abstractmethod
+    def soft(self, o: Tensor) -> Tensor:
+        """The model's own output in that form, ŷ, with its gradient."""
+
+    @abstractmethod
+    def greedy(self, o: Tensor) -> Tensor:
+        """The most likely target in that form."""
+
+    @abstractmethod
+    def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A target drawn from the model's distribution, in that form."""
+
+    @abstractmethod
+    def losses(self, o: Tensor, y: Tensor) -> Tensor:
+        """L for every target: `o […, size]` against `y`, shape `[…]`."""
+
+
+def _whole(name: str, size: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name} needs its size as a whole number of at least 1; {size!r} came.")
+
+
+@dataclass(frozen=True)
+class Classes(Outputs):
+    """One of `size` classes: `ŷ = softmax(o)`, `L = -log ŷ_y`. Targets are whole numbers from 0 to size - 1.
+
+    >>> Classes(3).encode(torch.tensor([2, 0])).tolist()
+    [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _whole("Classes", self.size)
+
+    def encode(self, y: Tensor) -> Tensor:
+        self._check(y)
+        return F.one_hot(y.long(), self.size).to(torch.get_default_dtype())
+
+    def soft(self, o: Tensor) -> Tensor:
+        return o.softmax(-1)
+
+    def greedy(self, o: Tensor) -> Tensor:
+        return F.one_hot(o.argmax(-1), self.size).to(o.dtype)
+
+    def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
+        probabilities = o.detach().softmax(-1).flatten(0, -2)
+        drawn = torch.multinomial(probabilities, 1, generator=generator)
+        return F.one_hot(drawn.view(o.shape[:-1]), self.size).to(o.dtype)
+
+    def losses(self, o: Tensor, y: Tensor) -> Tensor:
+        self._check(y)
+        if y.shape != o.shape[:-1]:
+            raise ValueError(
+                f"y has shape {tuple(y.shape)}; o is {tuple(o.shape)}, so y must be {tuple(o.shape[:-1])}."
+            )
+        return F.cross_entropy(o.flatten(0, -2), y.flatten().long(), reduction="none").view(y.shape)
+
+    def _check(self, y: Tensor) -> None:
+        if y.is_floating_point() or y.is_complex():
+            raise TypeError(f"targets of Classes({self.size}) are whole numbers; {y.dtype} came. Type y.long().")
+        if y.numel() and y.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < self.size:
+            raise ValueError(
+                f"targets run from {int(y.min())} to {int(y.max())}; Classes({self.size}) needs 0 to {self.size - 1}."
+            )
+
+
+@dataclass(frozen=True)
+class Reals(Outputs):
+    """A real vector of `size` numbers: `ŷ = o`, `L = ‖o - y‖²`.
+
+    >>> Reals(2).losses(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 5.0]])).tolist()
+    [9.0]
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _whole("Reals", self.size)
+
+    def encode(self, y: Tensor) -> Tensor:
+        if not y.is_floating_point() or y.dim() < 1 or y.shape[-1] != self.size:
+            raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; {tuple(y.shape)} of {y.dtype} came.")
+        return y
+
+    def soft(self, o: Tensor) -> Tensor:
+        return o
+
+    def greedy(self, o: Tensor) -> Tensor:
+        return o.detach()
+
+    def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
+        raise ValueError("Reals predicts a vector, not a distribution to draw from: use pick=Soft() or Greedy().")
+
+    def losses(self, o: Tensor, y: Tensor) -> Tensor:
+        if y.shape != o.shape:
+            raise ValueError(f"y has shape {tuple(y.shape)}; Reals({self.size}) needs that of o, {tuple(o.shape)}.")
+        return (o - y).square().sum(-1)
+
+
+def as_outputs(outputs: Outputs | int) -> Outputs:
+    """A number means that many classes."""
+    return outputs if isinstance(outputs, Outputs) else Classes(outputs)
+
+
+# ------------------------------------------------------------------ how an output becomes an input
+
+
+class Pick(ABC):
+    """How the model's own output `o(t)` becomes the vector that step t+1 reads."""
+
+    @abstractmethod
+    def __call__(self, o: Tensor, outputs: Outputs) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Soft(Pick):
+    """ŷ itself; gradients flow back through it."""
+
+    def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
+        return outputs.soft(o)
+
+
+@dataclass(frozen=True)
+class Greedy(Pick):
+    """The most likely class, as a one-hot vector; no gradient."""
+
+    def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
+        return outputs.greedy(o)
+
+
+@dataclass(frozen=True)
+class Sample(Pick):
+    """A draw from the model's distribution, as a one-hot vector; no gradient."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
+        return outputs.sample(o, self.generator)
+
+
+# ------------------------------------------------------------------ feeding
+
+
+class Feeding(ABC):
+    """What step t+1 reads as "the output of step t"."""
+
+    @abstractmethod
+    def known(self, y: Tensor | None, outputs: Outputs) -> Tensor | None:
+        """Every vector fed back, y(1…τ) as `[τ, batch, size]`, where none needs the model's outputs; else None."""
+
+    @abstractmethod
+    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+        """The vector fed back after one step, from its output `o [batch, size]` and its target `y`."""
+
+
+@dataclass(frozen=True)
+class TeacherForcing(Feeding):
+    """The true y(t). All inputs are known beforehand, so nothing has to wait for the model's outputs (M20)."""
+
+    def known(self, y: Tensor | None, outputs: Outputs) -> Tensor:
+        return outputs.encode(_needed(y, self))
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+        return outputs.encode(_needed(y, self)).to(o.dtype)
+
+
+@dataclass(frozen=True)
+class FreeRunning(Feeding):
+    """The model's own output, as in use (M21); `pick` says in which form."""
+
+    pick: Pick = Soft()
+
+    def known(self, y: Tensor | None, outputs: Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+        return self.pick(o, outputs)
+
+
+class Coin(Enum):
+    """How often `ScheduledSampling` chooses: once a step for the whole batch, or for every sequence by itself."""
+
+    STEP = "step"
+    ELEMENT = "element"
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A probability that goes in a straight line from `start` to `end` over a number of iterations, then stays.
+
+    >>> [Ramp(0.0, 0.5, over=10)(i) for i in (0, 5, 100)]
+    [0.0, 0.25, 0.5]
+    """
+
+    start: float
+    end: float
+    over: int
+
+    def __call__(self, iteration: int) -> float:
+        return self.start + (self.end - self.start) * min(iteration / self.over, 1.0)
+
+
+@dataclass(frozen=True)
+class ScheduledSampling(Feeding):
+    """With probability `p` the model's own output, else the truth (Bengio et al., 2015).
+
+    `p` is a number, or a schedule `iteration -> number`, such as `Ramp`; `feeding.at(iteration)` moves along it.
+
+    >>> feeding = ScheduledSampling(Ramp(0.0, 0.5, over=1000))
+    >>> feeding.at(500).probability
+    0.25
+    """
+
+    p: float | Callable[[int], float]
+    pick: Pick = Soft()
+    coin: Coin = Coin.ELEMENT
+    generator: torch.Generator | None = None
+    iteration: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; {self.probability} came.")
+
+    @property
+    def probability(self) -> float:
+        return self.p(self.iteration) if callable(self.p) else self.p
+
+    def at(self, iteration: int) -> "ScheduledSampling":
+        """The same feeding at a later point of its schedule."""
+        return replace(self, iteration=iteration)
+
+    def known(self, y: Tensor | None, outputs: Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+        truth = outputs.encode(_needed(y, self)).to(o.dtype)
+        coins = (1 if self.coin is Coin.STEP else o.shape[0], 1)
+        device = o.device if self.generator is None else self.generator.device
+        own = torch.rand(coins, generator=self.generator, device=device).to(o.device) < self.probability
+        return torch.where(own, self.pick(o, outputs), truth)
+
+
+def _needed(y: Tensor | None, feeding: Feeding) -> Tensor:
+    if y is None:
+        raise ValueError(
+            f"{type(feeding).__name__} needs the targets y. To feed the model's own outputs back, "
+            f"type feeding=lf.FreeRunning()."
+        )
+    return y

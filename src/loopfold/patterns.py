@@ -1,0 +1,337 @@
+"""The shapes of network that the book draws: what is read, where outputs stand, and what is fed back."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs
+from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer
+from loopfold.transitions import State, Step, Transition, map_state
+from loopfold.unfolding import Unfolding
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`o`, the outputs of a model (unnormalised log probabilities, or real vectors), and the `run` beneath them."""
+
+    o: Tensor
+    run: Unfolding
+
+
+class Readout(nn.Module):
+    """`o = c + V h` (book 10.10), at one step or at all of them. Parameters `V [size, n]`, `c [size]`."""
+
+    def __init__(self, hidden_size: int, size: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(hidden_size)
+        self.V = nn.Parameter(torch.empty(size, hidden_size).uniform_(-bound, bound))
+        self.c = nn.Parameter(torch.empty(size).uniform_(-bound, bound))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.c + h @ self.V.T  # book (10.10)
+
+
+class Pattern(nn.Module, ABC):
+    """A network with outputs: `model(x, …)` gives `o`; `model.predict(x, …)` gives `o` with the run beneath it."""
+
+    outputs: Outputs
+    readout: Readout
+
+    @abstractmethod
+    def predict(self, *args: Any, **options: Any) -> Prediction:
+        """The outputs, and the run that they were read from."""
+
+    @abstractmethod
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        """The outputs in training, when the targets are known: what a loss compares with `y`."""
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return self.predict(*args, **options).o
+
+    def loss(self, o: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        """L = Σ_t L(t), also summed over the batch; steps after a sequence's end do not count."""
+        losses = self.outputs.losses(o, y)
+        if lengths is not None:
+            t = torch.arange(losses.shape[0], device=losses.device)[:, None]
+            losses = torch.where(t < torch.as_tensor(lengths, device=losses.device), losses, 0)
+        return losses.sum()
+
+    @property
+    def V(self) -> nn.Parameter:
+        return self.readout.V
+
+    @property
+    def c(self) -> nn.Parameter:
+        return self.readout.c
+
+
+class SequenceToSequence(Pattern):
+    """Hidden recurrence with an output at every step (book Fig. 10.3, M7).
+
+    >>> from loopfold import Elman
+    >>> model = SequenceToSequence(Recurrent(Elman(3, 5)), outputs=4)
+    >>> o = model(torch.ones(7, 2, 3))
+    >>> o.shape, model.loss(o, torch.zeros(7, 2, dtype=torch.long)).shape
+    (torch.Size([7, 2, 4]), torch.Size([]))
+    """
+
+    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+        super().__init__()
+        self.recurrent = as_layer(recurrent)
+        self.outputs = as_outputs(outputs)
+        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size)
+
+    def predict(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Prediction:
+        run = self.recurrent(x, state, lengths)
+        return Prediction(self.readout(run.hidden), run)
+
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x)
+
+
+class SequenceToOne(Pattern):
+    """Read a whole sequence, then predict once, from each sequence's own end (book Fig. 10.5, M9).
+
+    >>> from loopfold import GRU
+    >>> SequenceToOne(GRU(3, 5), outputs=4)(torch.ones(7, 2, 3), lengths=[7, 4]).shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+        super().__init__()
+        self.recurrent = as_layer(recurrent)
+        self.outputs = as_outputs(outputs)
+        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size)
+
+    def predict(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Prediction:
+        run = self.recurrent(x, state, lengths)
+        return Prediction(self.readout(run.last_hidden), run)
+
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x)
+
+
+class OutputToHidden(nn.Module):
+    """`h = tanh(b + W y + U x)`, where `y` is the output fed back: no way from one h to the next but through it."""
+
+    def __init__(self, n_in: int, n: int, size: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(n)
+        self.U = nn.Parameter(torch.empty(n, n_in).uniform_(-bound, bound))
+        self.W = nn.Parameter(torch.empty(n, size).uniform_(-bound, bound))
+        self.b = nn.Parameter(torch.empty(n).uniform_(-bound, bound))
+
+    def forward(self, fed: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.b + fed @ self.W.T + x @ self.U.T)
+
+
+class OutputRecurrence(Pattern):
+    """The only way to the future is the output (book Fig. 10.4, M8): o(t-1) → h(t).
+
+    `h(t) = tanh(b + W ŷ(t-1) + U x(t))`, `o(t) = c + V h(t)`. Under `TeacherForcing` the true y(t-1) stands in for
+    ŷ(t-1), so no step waits for another and **all are computed at once**. The state is the vector fed back, zeros
+    at first; `predict(...).run.last` continues a sequence.
+
+    >>> model = OutputRecurrence(3, 5, outputs=4)
+    >>> x, y = torch.ones(7, 2, 3), torch.zeros(7, 2, dtype=torch.long)
+    >>> model(x, y).shape, model(x, feeding=FreeRunning()).shape
+    (torch.Size([7, 2, 4]), torch.Size([7, 2, 4]))
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, outputs: Outputs | int) -> None:
+        super().__init__()
+        self.outputs = as_outputs(outputs)
+        self.hidden = OutputToHidden(input_size, hidden_size, self.outputs.size)
+        self.readout = Readout(hidden_size, self.outputs.size)
+
+    def predict(
+        self, x: Tensor, y: Tensor | None = None, feeding: Feeding = TeacherForcing(), state: Tensor | None = None
+    ) -> Prediction:
+        n_in = self.hidden.U.shape[1]
+        if x.dim() != 3 or x.shape[2] != n_in or x.shape[0] < 1:
+            raise ValueError(f"x has shape {tuple(x.shape)}; OutputRecurrence needs [τ ≥ 1, batch, {n_in}].")
+        _check_targets(y, x.shape[0], x.shape[1])
+        fed = x.new_zeros(x.shape[1], self.outputs.size) if state is None else state
+        known = feeding.known(y, self.outputs)
+        if known is not None:  # nothing waits: every step at once
+            known = known.to(x.dtype)
+            h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
+            o = self.readout(h)
+            return Prediction(o, Unfolding(known, known[-1], h, h[-1]))
+        hs, os, feds = [], [], []
+        for t in range(x.shape[0]):
+            hs.append(self.hidden(fed, x[t]))
+            os.append(self.readout(hs[t]))
+            fed = feeding.next(os[t], None if y is None else y[t], self.outputs)
+            feds.append(fed)
+        return Prediction(torch.stack(os), Unfolding(torch.stack(feds), fed, torch.stack(hs), hs[-1]))
+
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x, y)
+
+    @property
+    def U(self) -> nn.Parameter:
+        return self.hidden.U
+
+    @property
+    def W(self) -> nn.Parameter:
+        return self.hidden.W
+
+    @property
+    def b(self) -> nn.Parameter:
+        return self.hidden.b
+
+
+class VectorToSequence(Pattern):
+    """One vector in, a sequence out: the recurrence reads `[vector, output of the step before]` at every step.
+
+    Hidden recurrence and fed-back outputs together (book Fig. 10.9): teacher forcing and BPTT both apply. The
+    recurrence must read `vector size + outputs.size` features.
+
+    >>> from loopfold import Elman
+    >>> model = VectorToSequence(Elman(3 + 4, 5), outputs=4)
+    >>> model(torch.ones(2, 3), feeding=FreeRunning(), steps=6).shape
+    torch.Size([6, 2, 4])
+    """
+
+    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+        super().__init__()
+        self.recurrent = as_layer(recurrent)
+        if any(isinstance(part, Bidirectional) for part in self.recurrent.modules()):
+            raise ValueError("a sequence that is written step by step cannot be read backwards: no Bidirectional here.")
+        self.outputs = as_outputs(outputs)
+        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size)
+
+    def predict(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        feeding: Feeding = TeacherForcing(),
+        *,
+        steps: int | None = None,
+        state: State | None = None,
+    ) -> Prediction:
+        if x.dim() != 2:
+            raise ValueError(f"the vector has shape {tuple(x.shape)}; VectorToSequence needs [batch, n].")
+        self._check_width(x.shape[1])
+        if y is None and steps is None:
+            raise ValueError("how long should the sequence be? Give the targets y, or steps=τ.")
+        tau = steps if y is None or steps is not None else y.shape[0]
+        assert tau is not None
+        if tau < 1:
+            raise ValueError(f"a sequence needs at least one step; τ = {tau} came.")
+        _check_targets(y, tau, x.shape[0])
+        start = x.new_zeros(x.shape[0], self.outputs.size)
+        known = feeding.known(y, self.outputs)
+        if known is not None:  # the inputs are known beforehand: one run over the sequence
+            fed = torch.cat([start[None], known[:-1].to(x.dtype)])
+            run = self.recurrent(torch.cat([x.expand(tau, *x.shape), fed], -1), state)
+            return Prediction(self.readout(run.hidden), run)
+        runs: list[Unfolding] = []
+        os: list[Tensor] = []
+        fed = start
+        for t in range(tau):
+            runs.append(self.recurrent(torch.cat([x, fed], -1)[None], state if t == 0 else runs[-1].last))
+            os.append(self.readout(runs[-1].last_hidden))
+            fed = feeding.next(os[-1], None if y is None else y[t], self.outputs)
+        return Prediction(torch.stack(os), _join(runs))
+
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x, y)
+
+    def _check_width(self, n: int) -> None:
+        for part in self.recurrent.modules():
+            cell = part.cell if isinstance(part, Recurrent) else None
+            if isinstance(cell, Transition) and cell.input_size is not None:
+                if cell.input_size != n + self.outputs.size:
+                    raise ValueError(
+                        f"the recurrence reads {cell.input_size} features; a vector of {n} and outputs of "
+                        f"{self.outputs.size} need {n + self.outputs.size}."
+                    )
+                return  # only the lowest layer reads them
+
+
+class EncoderDecoder(Pattern):
+    """Read one sequence into a vector, write another from it (book Fig. 10.12); their lengths may differ.
+
+    The encoder's last hidden state is the vector; the decoder reads `[vector, output of the step before]`.
+
+    >>> from loopfold import GRU
+    >>> model = EncoderDecoder(GRU(3, 5), GRU(5 + 4, 6), outputs=4)
+    >>> model(torch.ones(7, 2, 3), feeding=FreeRunning(), steps=9).shape
+    torch.Size([9, 2, 4])
+    """
+
+    def __init__(self, encoder: RecurrentLayer | Step, decoder: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+        super().__init__()
+        self.encoder = as_layer(encoder)
+        self.decoder = VectorToSequence(decoder, outputs)
+        self.outputs = self.decoder.outputs
+        self.decoder._check_width(self.encoder.hidden_size)
+
+    @property
+    def readout(self) -> Readout:  # type: ignore[override]
+        return self.decoder.readout
+
+    def predict(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        feeding: Feeding = TeacherForcing(),
+        *,
+        steps: int | None = None,
+        lengths: Tensor | list[int] | None = None,
+    ) -> Prediction:
+        vector = self.encoder(x, lengths=lengths).last_hidden
+        return self.decoder.predict(vector, y, feeding, steps=steps)
+
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x, y)
+
+
+class Autoencoder(Pattern):
+    """Rebuild the input from the state that it left behind: the hardest thing to ask of a summary (M5).
+
+    The targets are the inputs: for `Reals`, `x` itself; for `Classes`, the class that each one-hot `x(t)` names.
+    It runs freely by default, since under teacher forcing the decoder would be told what it should remember.
+
+    >>> from loopfold import GRU
+    >>> Autoencoder(GRU(3, 5), GRU(5 + 3, 5), outputs=Reals(3))(torch.ones(7, 2, 3)).shape
+    torch.Size([7, 2, 3])
+    """
+
+    def __init__(self, encoder: RecurrentLayer | Step, decoder: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+        super().__init__()
+        self.network = EncoderDecoder(encoder, decoder, outputs)
+        self.outputs = self.network.outputs
+
+    @property
+    def readout(self) -> Readout:  # type: ignore[override]
+        return self.network.readout
+
+    def targets(self, x: Tensor) -> Tensor:
+        """What `o` is compared with."""
+        return x if isinstance(self.outputs, Reals) else x.argmax(-1)
+
+    def predict(
+        self, x: Tensor, feeding: Feeding = FreeRunning(), lengths: Tensor | list[int] | None = None
+    ) -> Prediction:
+        return self.network.predict(x, self.targets(x), feeding, lengths=lengths)
+
+    def given(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x)
+
+
+def _check_targets(y: Tensor | None, tau: int, batch: int) -> None:
+    if y is not None and y.shape[:2] != (tau, batch):
+        raise ValueError(f"y has shape {tuple(y.shape)}; {tau} steps of a batch of {batch} need [{tau}, {batch}, …].")
+
+
+def _join(runs: list[Unfolding]) -> Unfolding:
+    """Runs of one step each, end to end."""
+    states = map_state(lambda *parts: torch.cat(parts), *[run.states for run in runs])
+    return Unfolding(states, runs[-1].last, torch.cat([run.hidden for run in runs]), runs[-1].last_hidden)

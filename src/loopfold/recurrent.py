@@ -1,0 +1,289 @@
+"""Modules around `unfold`: Recurrent, Stacked, Bidirectional; and to and from torch's own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopfold.engines.base import Engine
+from loopfold.engines.sequential import Sequential
+from loopfold.transitions import GRU, LSTM, Elman, State, Step, leaves, map_state, name_of, zero_state
+from loopfold.unfolding import Unfolding, unfold
+
+
+class RecurrentLayer(nn.Module, ABC):
+    """A module that reads a sequence `x [τ, batch, n_in]` and returns an `Unfolding`."""
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
+    ) -> Unfolding:
+        """Read the sequence from `state` (zeros by default)."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """The size of `run.hidden`, which a layer above reads."""
+
+
+class Recurrent(RecurrentLayer):
+    """A transition, unfolded over whatever it is called on.
+
+    >>> run = Recurrent(LSTM(3, 5))(torch.ones(7, 2, 3))
+    >>> run.hidden.shape, run.last.c.shape
+    (torch.Size([7, 2, 5]), torch.Size([2, 5]))
+    """
+
+    def __init__(self, cell: Step, engine: Engine = Sequential()) -> None:
+        super().__init__()
+        if isinstance(cell, RecurrentLayer) or not callable(cell):
+            raise TypeError(f"Recurrent needs a transition f(state, x) -> state; a {type(cell).__name__} came.")
+        self.cell = cell
+        self.engine = engine
+
+    def forward(
+        self,
+        x: Tensor | None = None,
+        state: State | None = None,
+        lengths: Tensor | list[int] | None = None,
+        *,
+        steps: int | None = None,
+    ) -> Unfolding:
+        return unfold(self.cell, x, state, lengths, self.engine, steps=steps)
+
+    @property
+    def hidden_size(self) -> int:
+        own = getattr(self.cell, "initial_state", None)
+        return leaves(zero_state(self.cell, 1) if own is None else own(1))[0].shape[-1]
+
+    def extra_repr(self) -> str:
+        return f"engine={self.engine}"
+
+
+def as_layer(layer: RecurrentLayer | Step) -> RecurrentLayer:
+    """A transition as a layer; a layer as it is."""
+    return layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
+
+
+class Stacked(RecurrentLayer):
+    """Layers on top of each other: each reads the hidden sequence of the one below. Dropout falls between them.
+
+    `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
+
+    >>> Stacked([Elman(3, 5), LSTM(5, 4)], dropout=0.1)(torch.ones(7, 2, 3)).hidden.shape
+    torch.Size([7, 2, 4])
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer | Step], dropout: float = 0.0) -> None:
+        super().__init__()
+        if not layers:
+            raise ValueError("Stacked needs at least one layer.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is a probability from 0 up to but not including 1; {dropout} came.")
+        self.layers = nn.ModuleList(as_layer(layer) for layer in layers)
+        self.dropout = dropout
+
+    def forward(
+        self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
+    ) -> Unfolding:
+        if state is not None and len(state) != len(self.layers):
+            raise ValueError(f"Stacked has {len(self.layers)} layers, so its state has as many; {len(state)} came.")
+        runs: list[Unfolding] = []
+        for i, layer in enumerate(self.layers):
+            if i > 0:
+                x = F.dropout(runs[-1].hidden, self.dropout, self.training)
+            runs.append(layer(x, None if state is None else state[i], lengths))
+        states, last = tuple(run.states for run in runs), tuple(run.last for run in runs)
+        return replace(runs[-1], states=states, last=last)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layers[-1].hidden_size
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}"
+
+
+class Bidirectional(RecurrentLayer):
+    """Two layers, one of which reads each sequence from its own end to its start.
+
+    `run.hidden` puts both side by side: at step t, what comes before and what comes after. `run.states` and
+    `run.last` are pairs; the second of `run.last` is the backward layer's state after it has read x(1).
+
+    >>> Bidirectional(GRU(3, 5), GRU(3, 4))(torch.ones(7, 2, 3), lengths=[7, 4]).hidden.shape
+    torch.Size([7, 2, 9])
+    """
+
+    def __init__(self, forwards: RecurrentLayer | Step, backwards: RecurrentLayer | Step) -> None:
+        super().__init__()
+        self.forwards = as_layer(forwards)
+        self.backwards = as_layer(backwards)
+
+    def forward(
+        self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
+    ) -> Unfolding:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Bidirectional reads an input x [τ, batch, n_in]; a {type(x).__name__} came.")
+        if state is not None and len(state) != 2:
+            raise ValueError(f"Bidirectional needs a pair of states, forwards and backwards; {len(state)} came.")
+        first, second = (None, None) if state is None else state
+        there = self.forwards(x, first, lengths)  # checks x and lengths
+        back = self.backwards(_reverse(x, lengths), second, lengths)
+        states = map_state(lambda leaf: _reverse(leaf, lengths), back.states)
+        return Unfolding(
+            states=(there.states, states),
+            last=(there.last, back.last),
+            hidden=torch.cat([there.hidden, _reverse(back.hidden, lengths)], -1),
+            last_hidden=torch.cat([there.last_hidden, back.last_hidden], -1),
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.forwards.hidden_size + self.backwards.hidden_size
+
+
+def _reverse(x: Tensor, lengths: Tensor | list[int] | None) -> Tensor:
+    """Each sequence of `x [τ, batch, …]` back to front within its own length; padding stays where it is."""
+    if lengths is None:
+        return x.flip(0)
+    lengths = torch.as_tensor(lengths, device=x.device)
+    t = torch.arange(x.shape[0], device=x.device)[:, None]
+    time = torch.where(t < lengths, lengths - 1 - t, t)  # [τ, batch]
+    return x[time, torch.arange(x.shape[1], device=x.device)]
+
+
+# ------------------------------------------------------------------ torch's modules and ours
+
+
+_Torch = nn.RNN | nn.LSTM | nn.GRU
+
+
+def from_torch(module: _Torch, engine: Engine = Sequential()) -> Stacked:
+    """`nn.RNN`, `nn.LSTM` or `nn.GRU` as a `Stacked` of our own layers, with a copy of its weights.
+
+    >>> theirs = nn.LSTM(3, 5, num_layers=2, bidirectional=True)
+    >>> x = torch.ones(7, 2, 3)
+    >>> torch.allclose(from_torch(theirs)(x).hidden, theirs(x)[0], atol=1e-6)
+    True
+    """
+    if not isinstance(module, nn.RNN | nn.LSTM | nn.GRU):
+        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU; a {type(module).__name__} came.")
+    if module.proj_size:
+        raise ValueError(f"from_torch cannot take proj_size={module.proj_size}: our LSTM has no projection of h.")
+    layers: list[RecurrentLayer] = []
+    for k in range(module.num_layers):
+        directions = [Recurrent(_cell_from(module, f"l{k}{suffix}"), engine) for suffix in _suffixes(module)]
+        layers.append(Bidirectional(*directions) if module.bidirectional else directions[0])
+    return Stacked(layers, module.dropout).train(module.training)
+
+
+def _suffixes(module: _Torch) -> list[str]:
+    return ["", "_reverse"] if module.bidirectional else [""]
+
+
+def _cell_from(module: _Torch, name: str) -> Elman | LSTM | GRU:
+    """One layer and direction of a torch module as a transition. Their two biases become our one."""
+    weights = {key: p.detach() for key, p in module.named_parameters()}
+    U, W = weights[f"weight_ih_{name}"], weights[f"weight_hh_{name}"]
+    options: dict[str, Any] = {"device": U.device, "dtype": U.dtype}
+    cell: Elman | LSTM | GRU
+    if isinstance(module, nn.RNN):
+        activation = torch.tanh if module.nonlinearity == "tanh" else torch.relu
+        cell = Elman(U.shape[1], W.shape[1], activation, **options)
+    elif isinstance(module, nn.LSTM):
+        cell = LSTM(U.shape[1], W.shape[1], **options)
+    else:
+        cell = GRU(U.shape[1], W.shape[1], **options)
+    zeros = U.new_zeros(U.shape[0])
+    b_ih, b_hh = weights.get(f"bias_ih_{name}", zeros), weights.get(f"bias_hh_{name}", zeros)
+    with torch.no_grad():
+        cell.U.copy_(U)
+        cell.W.copy_(W)
+        cell.b.copy_(b_ih + b_hh)
+        if isinstance(cell, GRU):
+            n = cell.hidden_size
+            cell.b[2 * n :] = b_ih[2 * n :]  # the candidate's two biases do not add up: r multiplies only one
+            cell.b_hn.copy_(b_hh[2 * n :])
+    if not module.bias:  # no bias: zeros that are not trained
+        for parameter in _biases(cell):
+            parameter.requires_grad_(False)
+    return cell
+
+
+def _biases(cell: Elman | LSTM | GRU) -> list[nn.Parameter]:
+    return [cell.b, cell.b_hn] if isinstance(cell, GRU) else [cell.b]
+
+
+def to_torch(layer: RecurrentLayer | Step) -> _Torch:
+    """The torch module that computes the same, with a copy of the weights: the way back from `from_torch`.
+
+    >>> to_torch(Stacked([GRU(3, 5), GRU(5, 5)]))
+    GRU(3, 5, num_layers=2)
+    """
+    stack = layer if isinstance(layer, Stacked) else Stacked([layer])
+    rows = [_directions(part) for part in stack.layers]
+    cells = [cell for row in rows for cell in row]
+    first = cells[0]
+    kind, n, width = type(first), first.hidden_size, len(rows[0])
+    for k, row in enumerate(rows):
+        n_in = first.input_size if k == 0 else n * width
+        for cell in row:
+            if type(cell) is not kind or (cell.input_size, cell.hidden_size) != (n_in, n) or len(row) != width:
+                raise ValueError(
+                    f"torch needs every layer alike; layer {k} holds {cell} where {kind.__name__}({n_in}, {n}) "
+                    f"in {width} direction(s) was needed."
+                )
+    biased = any(p.requires_grad or bool(p.any()) for cell in cells for p in _biases(cell))
+    options: dict[str, Any] = {
+        "num_layers": len(rows),
+        "bias": biased,
+        "dropout": stack.dropout if len(rows) > 1 else 0.0,
+        "bidirectional": width == 2,
+        "device": first.W.device,
+        "dtype": first.W.dtype,
+    }
+    assert first.input_size is not None
+    module: _Torch
+    if isinstance(first, Elman):
+        module = nn.RNN(first.input_size, n, nonlinearity=_nonlinearity(cells), **options)
+    elif isinstance(first, LSTM):
+        module = nn.LSTM(first.input_size, n, **options)
+    else:
+        module = nn.GRU(first.input_size, n, **options)
+    with torch.no_grad():
+        for k, row in enumerate(rows):
+            for cell, suffix in zip(row, _suffixes(module), strict=True):
+                _copy_into(module, f"l{k}{suffix}", cell)
+    return module.train(stack.training)
+
+
+def _directions(layer: nn.Module) -> list[Elman | LSTM | GRU]:
+    parts = [layer.forwards, layer.backwards] if isinstance(layer, Bidirectional) else [layer]
+    cells = [part.cell if isinstance(part, Recurrent) else part for part in parts]
+    for cell in cells:
+        if type(cell) not in (Elman, LSTM, GRU):
+            raise TypeError(f"torch has Elman, LSTM and GRU networks only; {name_of(cell)} is none of them.")
+    return cells
+
+
+def _nonlinearity(cells: list[Any]) -> str:
+    names = {torch.tanh: "tanh", torch.relu: "relu", F.relu: "relu", F.tanh: "tanh"}
+    found = {names.get(cell.activation) for cell in cells}
+    if len(found) != 1 or None in found:
+        raise ValueError("torch's nn.RNN has torch.tanh or torch.relu in all its layers; another activation came.")
+    return str(found.pop())
+
+
+def _copy_into(module: _Torch, name: str, cell: Elman | LSTM | GRU) -> None:
+    weights = dict(module.named_parameters())
+    weights[f"weight_ih_{name}"].copy_(cell.U)
+    weights[f"weight_hh_{name}"].copy_(cell.W)
+    if module.bias:
+        weights[f"bias_ih_{name}"].copy_(cell.b)
+        weights[f"bias_hh_{name}"].zero_()
+        if isinstance(cell, GRU):
+            weights[f"bias_hh_{name}"][2 * cell.hidden_size :] = cell.b_hn
