@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from loopfold.engines.sequential import Sequential
 from loopfold.feeding import Classes
-from loopfold.patterns import Pattern, SequenceToSequence
+from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, SequenceToSequence, VectorToSequence
 from loopfold.recurrent import Bidirectional, Recurrent
-from loopfold.transitions import Elman, State, leaves, map_state, name_of, rebuild
+from loopfold.transitions import Elman, State, leaves, map_state, name_of, whole_number
 
 Loss = Callable[[Any, Tensor], Tensor]  # loss_fn(o, y) -> scalar
 
@@ -60,9 +60,9 @@ def bptt(model: SequenceToSequence, x: Tensor, y: Tensor, state: Tensor | None =
     """
     cell = _tanh_elman(model)
     U, W, b, V, c = cell.U, cell.W, cell.b, model.V, model.c
+    model.recurrent(x, state)  # for its checks of x and the state
     tau, batch = x.shape[0], x.shape[1]
     h0 = cell.initial_state(batch) if state is None else state
-    model.recurrent(x, h0)  # for its checks of x and the state
 
     a, h = x.new_empty(tau, batch, cell.hidden_size), x.new_empty(tau, batch, cell.hidden_size)
     for t in range(tau):
@@ -103,8 +103,9 @@ def _tanh_elman(model: SequenceToSequence) -> Elman:
     cell = recurrent.cell if isinstance(recurrent, Recurrent) else None
     if not isinstance(cell, Elman) or cell.activation is not torch.tanh or not isinstance(model.outputs, Classes):
         raise TypeError(
-            "bptt works by the book's equations, which are those of SequenceToSequence(Elman(n_in, n), classes) "
-            f"with tanh; {name_of(model if cell is None else cell)} came. For any other model use lf.per_step_gradients."
+            "bptt works by the book's equations, which are those of SequenceToSequence(Elman(n_in, n), classes) with "
+            f"tanh; {name_of(model) if cell is None else f'{cell} with {model.outputs}'} came. "
+            f"For any other model use lf.per_step_gradients."
         )
     return cell
 
@@ -118,47 +119,45 @@ def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) ->
     For any transition and pattern; `loss_fn(o, y)` is a scalar, with `model.loss` the book's. Every entry is
     `[steps, *shape]` and sums over its steps to `.grad`. Names are shortened as far as they stay unique: `"W"`,
     not `"recurrent.cell.W"`. Steps count in the order in which they are taken: a backward layer's first is x(τ).
-
-    Each step's share is one product of its Jacobian, (∂state(t)/∂W)ᵀ ∇state(t).
+    What a parameter does outside the steps, as a learned initial state, counts with the first of them.
 
     >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
     >>> shares = per_step_gradients(model, model.loss, torch.randn(7, 2, 3), torch.zeros(7, 2, dtype=torch.long))
     >>> shares["W"].shape
     torch.Size([7, 5, 5])
     """
-    with _watch(model, outside=True) as calls, torch.enable_grad():
+    with _plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
         loss = loss_fn(_outputs(model, x, y), y)
     if loss.dim() != 0:
         raise ValueError(f"loss_fn must return one number; a tensor of shape {tuple(loss.shape)} came. Sum it.")
-    nodes = [leaf for call in calls for leaf in leaves(call.output)]
-    flows = iter(torch.autograd.grad(loss, nodes, allow_unused=True, materialize_grads=True))
-    shares: dict[int, list[Tensor]] = {}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted = [*parameters.values()]
     for call in calls:
-        gradient = rebuild(call.output, [next(flows) for _ in leaves(call.output)])
-        for key, share in _shares(call, gradient).items():
-            shares.setdefault(id(call.owner.get_parameter(key)), []).append(share)
-    names = _short_names(model)
-    return {
-        names[name]: torch.cat(shares[id(p)])
-        for name, p in model.named_parameters()
-        if id(p) in shares and p.requires_grad
-    }
+        wanted += [*call.copies.values(), *([call.output] if call.is_for_all_steps else [])]
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, wanted, allow_unused=True)
+    gradients = dict(zip(map(id, wanted), found, strict=True))
+
+    shares: dict[str, Tensor] = {}
+    for name, p in parameters.items():
+        steps = [_shares(call, p, gradients) for call in calls if p in call.copies]
+        outside = gradients[id(p)]  # not through any call's copy
+        if outside is not None:
+            steps = [torch.cat([steps[0][:1] + outside, steps[0][1:]]), *steps[1:]] if steps else [outside[None]]
+        if steps:
+            shares[name] = torch.cat(steps)
+    short = _short_names(model)
+    return {short[name]: share for name, share in shares.items()}
 
 
 @dataclass
 class _Call:
-    """One use of a module that owns parameters: what went in and what came out."""
+    """One use of a module that owns parameters, and the copies of them that it alone used."""
 
     owner: nn.Module
     inputs: tuple[Any, ...]
-    output: State
-    is_cell: bool
-
-    @property
-    def every_step(self) -> bool:
-        """Whether this one call serves all the steps: vectors `[τ, batch, n]`, or classes `[τ, batch]`."""
-        x = self.inputs[0]
-        return not self.is_cell and isinstance(x, Tensor) and x.dim() >= (3 if x.is_floating_point() else 2)
+    copies: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    output: Any = None
+    is_for_all_steps: bool = False
 
 
 def _cells(model: nn.Module) -> list[nn.Module]:
@@ -167,56 +166,85 @@ def _cells(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _owners_outside(model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters of their own that are no part of a transition."""
-    inside = {part for cell in _cells(model) for part in cell.modules()}
-    return [
-        part for part in model.modules() if part not in inside and any(True for _ in part.parameters(recurse=False))
-    ]
-
-
 @contextmanager
-def _watch(model: nn.Module, *, outside: bool) -> Iterator[list[_Call]]:
-    """Record every call of a transition (and of what owns parameters outside them), run as the plain loop."""
-    calls: list[_Call] = []
-    cells = _cells(model)
-    owners = cells + (_owners_outside(model) if outside else [])
-
-    def record(owner: nn.Module, inputs: tuple[Any, ...], output: State) -> State:
-        # copies, so that the gradient at one leaf leaves out its way through another: h(t) = σ(o) tanh(c(t)) of an LSTM
-        output = map_state(lambda leaf: leaf.clone(), output)
-        calls.append(_Call(owner, inputs, output, owner in cells))
-        return output
-
-    hooks = [owner.register_forward_hook(record) for owner in owners]
+def _plain_loops(model: nn.Module) -> Iterator[None]:
+    """Every layer runs as the plain loop, whose every step is a call that a hook can see."""
     recurrents = [part for part in model.modules() if isinstance(part, Recurrent)]
     engines = [part.engine for part in recurrents]
     try:
         for part in recurrents:
             part.engine = Sequential()
-        yield calls
+        yield
     finally:
         for part, engine in zip(recurrents, engines, strict=True):
             part.engine = engine
+
+
+@contextmanager
+def _copies_for_each_call(model: nn.Module, sequences: set[torch.Size]) -> Iterator[list[_Call]]:
+    """Each call of a transition, and of any other module with parameters of its own, uses copies made for it alone.
+
+    A call of such another module on sequences, whose shapes `[τ, batch]` are given, is for all their steps.
+    """
+    cells = _cells(model)
+    inside = {part for cell in cells for part in cell.modules()}
+    owners = {cell: [*cell.modules()] for cell in cells} | {m: [m] for m in model.modules() if m not in inside}
+    slots = {
+        owner: [(m, key, p) for m in parts for key, p in m._parameters.items() if p is not None and p.requires_grad]
+        for owner, parts in owners.items()
+    }
+    calls: list[_Call] = []
+    running: list[_Call] = []
+
+    def enter(owner: nn.Module, inputs: tuple[Any, ...]) -> None:
+        call = _Call(owner, inputs)
+        for module, key, p in slots[owner]:
+            if module._parameters[key] is p:  # else it is a copy already: this call is a part of another
+                module._parameters[key] = call.copies.setdefault(p, nn.Parameter(p.detach().clone()))
+        calls.append(call)
+        running.append(call)
+
+    def leave(owner: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        call = running.pop()
+        call.output = output
+        shapes = {part.shape[:2] if isinstance(part, Tensor) else None for part in (*inputs, output)}
+        alone = owner not in cells and next(owner.children(), None) is None
+        call.is_for_all_steps = alone and len(shapes) == 1 and shapes <= sequences and output.requires_grad
+        for module, key, p in slots[owner]:
+            if p in call.copies:
+                module._parameters[key] = p
+
+    watched = [owner for owner in slots if slots[owner]]
+    hooks = [owner.register_forward_pre_hook(enter) for owner in watched]
+    hooks += [owner.register_forward_hook(leave) for owner in watched]
+    try:
+        yield calls
+    finally:
         for hook in hooks:
             hook.remove()
+        for module, key, p in (slot for owner in watched for slot in slots[owner]):
+            module._parameters[key] = p
 
 
-def _shares(call: _Call, gradient: State) -> dict[str, Tensor]:
-    """(∂output/∂θ)ᵀ ∇output for every parameter θ of the owner, `[steps, *shape]`."""
-    parameters = {k: p.detach() for k, p in call.owner.named_parameters() if p.requires_grad}
-
-    def share(inputs: tuple[Any, ...], flow: State) -> dict[str, Tensor]:
-        def step(theta: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            return tuple(leaves(torch.func.functional_call(call.owner, theta, inputs)))
-
-        _, pull_back = torch.func.vjp(step, parameters)
-        return pull_back(tuple(leaves(flow)))[0]
-
-    inputs = tuple(map_state(lambda leaf: leaf.detach(), part) for part in call.inputs)
-    if call.every_step:
-        return torch.vmap(share)(inputs, gradient)
-    return {key: value[None] for key, value in share(inputs, gradient).items()}
+@torch.enable_grad()
+def _shares(call: _Call, p: nn.Parameter, gradients: dict[int, Tensor | None]) -> Tensor:
+    """What a call adds to the gradient of `p`, `[steps, *shape]`."""
+    whole = gradients[id(call.copies[p])]
+    if whole is None:
+        whole = torch.zeros_like(p)
+    flow = gradients[id(call.output)] if call.is_for_all_steps else None
+    if flow is None:
+        return whole[None]
+    name = next(name for name, own in call.owner.named_parameters() if own is p)
+    inputs = [part.detach() for part in call.inputs]
+    theta = p.detach().repeat(len(flow), *[1] * p.dim()).requires_grad_()  # θ(t): one copy for every step
+    step = torch.vmap(lambda theta, *inputs: torch.func.functional_call(call.owner, {name: theta}, inputs))
+    try:
+        output = step(theta, *inputs)
+    except RuntimeError:
+        return whole[None]
+    # a module that mixes the steps, as a convolution over time, has no share of one step to speak of
+    return torch.autograd.grad(output, theta, flow)[0] if torch.allclose(output, call.output) else whole[None]
 
 
 def _outputs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
@@ -283,19 +311,18 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         raise TypeError(
             f"{name_of(model)} holds no lf.Recurrent with a module as its transition, so no states to follow."
         )
+    if isinstance(model, VectorToSequence | EncoderDecoder | Autoencoder):
+        raise TypeError(f"gradient_flow follows networks that take one step for each x(t); not {name_of(model)}.")
     tau = x.shape[0]
-    with _watch(model, outside=False) as calls, torch.enable_grad():
+    with _plain_loops(model), _chains(model) as chains, torch.enable_grad():
         o = _outputs(model, x, y)
         if not isinstance(o, Tensor):
             raise TypeError(f"gradient_flow needs a model that returns outputs o; a {type(o).__name__} came.")
-        one_output = y.shape[0] != tau or o.shape[0] != tau
-        losses = [loss_fn(o, y)] if one_output else [loss_fn(o[t : t + 1], y[t : t + 1]) for t in range(tau)]
+        every_step = o.dim() > 2 and o.shape[:2] == x.shape[:2]
+        losses = [loss_fn(o[t : t + 1], y[t : t + 1]) for t in range(tau)] if every_step else [loss_fn(o, y)]
 
-    backwards = {id(part.backwards.cell) for part in model.modules() if _reads_backwards(part)}  # type: ignore[union-attr]
-    chains: dict[int, list[State]] = {}
-    for call in calls:
-        chains.setdefault(id(call.owner), []).append(call.output)
-    steps = [chain[::-1] if owner in backwards else chain for owner, chain in chains.items()]
+    backwards = _read_backwards(model)
+    steps = [chain[::-1] if cell in backwards else chain for cell, chain in chains.items()]
     if any(len(chain) != tau for chain in steps):
         raise ValueError(
             f"gradient_flow follows networks whose every layer takes one step for each x(t), τ = {tau}; "
@@ -303,7 +330,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         )
     nodes = [leaf for k in range(tau) for chain in steps for leaf in leaves(chain[k])]
     width = len(nodes) // tau
-    norms = x.new_zeros(len(losses), tau)
+    norms = o.new_zeros(len(losses), tau)
     for t, loss in enumerate(losses):
         found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
         for k in range(tau):
@@ -313,19 +340,48 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
     return GradientFlow(norms)
 
 
-def _reads_backwards(part: nn.Module) -> bool:
-    return isinstance(part, Bidirectional) and isinstance(part.backwards, Recurrent)
+@contextmanager
+def _chains(model: nn.Module) -> Iterator[dict[nn.Module, list[State]]]:
+    """Every state of every transition, in the order in which they are taken."""
+    chains: dict[nn.Module, list[State]] = {}
+
+    def record(cell: nn.Module, inputs: tuple[Any, ...], state: State) -> State:
+        # copies, so that the gradient at one leaf leaves out its way through another: h(t) = σ(o) tanh(c(t)) of an LSTM
+        state = map_state(lambda leaf: leaf.clone(), state)
+        chains.setdefault(cell, []).append(state)
+        return state
+
+    hooks = [cell.register_forward_hook(record) for cell in _cells(model)]
+    try:
+        yield chains
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _read_backwards(model: nn.Module) -> set[nn.Module]:
+    """The transitions that take x(τ) first. Backwards within backwards is forwards again."""
+    found: set[nn.Module] = set()
+    for part in model.modules():
+        if isinstance(part, Bidirectional):
+            found ^= set(_cells(part.backwards))
+    return found
 
 
 def _by_distance(norms: Tensor) -> Tensor:
     """The geometric mean of `norms` by the distance t - k, relative to distance 0."""
     rows, tau = norms.shape
     logs = norms.double().log()
-    end = tau if rows == 1 else None  # one output: its row is t = τ
+    t = torch.arange(tau - rows, tau, device=norms.device)  # one output: its row is t = τ
+    counts = norms[t - (tau - rows), t] != 0  # a step that the loss leaves out says nothing
     means = []
     for d in range(tau):
-        line = logs[0, tau - 1 - d : tau - d] if end else torch.diagonal(logs, -d)
-        means.append(line.mean())
+        there = counts & (t >= d)
+        if not bool(there.any()):
+            break
+        means.append(logs[there, t[there] - d].mean())
+    if not means:
+        return norms.new_zeros(1, dtype=torch.float64)
     reach = torch.stack(means)
     return (reach - reach[0]).exp()
 
@@ -343,6 +399,8 @@ def _rate(reach: Tensor) -> float:
 
 
 def _verdict(reach: Tensor, rate: float) -> str:
+    if not float(reach[0]):
+        return "no gradient: the loss does not depend on the states at all. Look at loss_fn and at the outputs."
     if len(reach) < 2:
         return "healthy: one step only, so there is nothing to carry."
     if not bool(reach.isfinite().all()) or float(reach.max()) > EXPLODED:
@@ -358,7 +416,8 @@ def _verdict(reach: Tensor, rate: float) -> str:
             f"vanishes after about {d} steps: it shrinks by {rate:.3g} a step. Use a gated cell (lf.LSTM with "
             f"forget_bias=1.0, lf.GRU), or start W orthogonal (recurrent_init=lf.Orthogonal())."
         )
-    return f"healthy: it changes by {rate:.3g} a step, and {float(reach[-1]):.2g} of it is left after {len(reach) - 1} steps."
+    left = f"{float(reach[-1]):.2g} of it is left after {len(reach) - 1} steps"
+    return f"healthy: it changes by {rate:.3g} a step, and {left}."
 
 
 # ------------------------------------------------------------------ truncated
@@ -386,8 +445,7 @@ def truncated_bptt(
     >>> done.last.shape
     torch.Size([2, 5])
     """
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"the window is a number of steps, at least 1; {window!r} came.")
+    whole_number("truncated_bptt", "window", window)
     if x.shape[0] < 1 or y.shape[0] != x.shape[0]:
         raise ValueError(f"x has {x.shape[0]} steps and y has {y.shape[0]}; both need the same τ of at least 1.")
     total = x.new_zeros(())

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loopfold.transitions import whole_number
+
 # ------------------------------------------------------------------ what an output means
 
 
@@ -38,11 +40,6 @@ class Outputs(ABC):
         """L for every target: `o […, size]` against `y`, shape `[…]`."""
 
 
-def _whole(name: str, size: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name} needs its size as a whole number of at least 1; {size!r} came.")
-
-
 @dataclass(frozen=True)
 class Classes(Outputs):
     """One of `size` classes: `ŷ = softmax(o)`, `L = -log ŷ_y`. Targets are whole numbers from 0 to size - 1.
@@ -54,7 +51,7 @@ class Classes(Outputs):
     size: int
 
     def __post_init__(self) -> None:
-        _whole("Classes", self.size)
+        whole_number("Classes", "size", self.size)
 
     def encode(self, y: Tensor) -> Tensor:
         self._check(y)
@@ -99,7 +96,7 @@ class Reals(Outputs):
     size: int
 
     def __post_init__(self) -> None:
-        _whole("Reals", self.size)
+        whole_number("Reals", "size", self.size)
 
     def encode(self, y: Tensor) -> Tensor:
         if not y.is_floating_point() or y.dim() < 1 or y.shape[-1] != self.size:
@@ -219,6 +216,9 @@ class Ramp:
     start: float
     end: float
     over: int
+
+    def __post_init__(self) -> None:
+        whole_number("Ramp", "over", self.over)
 
     def __call__(self, iteration: int) -> float:
         return self.start + (self.end - self.start) * min(iteration / self.over, 1.0)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer
-from loopfold.transitions import State, Step, Transition, map_state
-from loopfold.unfolding import Unfolding
+from loopfold.transitions import State, Step, Transition, map_state, whole_number
+from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,20 @@ class Prediction:
 class Readout(nn.Module):
     """`o = c + V h` (book 10.10), at one step or at all of them. Parameters `V [size, n]`, `c [size]`."""
 
-    def __init__(self, hidden_size: int, size: int) -> None:
+    def __init__(self, hidden_size: int, size: int, below: nn.Module | None = None) -> None:
         super().__init__()
         bound = 1 / math.sqrt(hidden_size)
-        self.V = nn.Parameter(torch.empty(size, hidden_size).uniform_(-bound, bound))
-        self.c = nn.Parameter(torch.empty(size).uniform_(-bound, bound))
+        like = _a_parameter_of(below)  # V and c live where the network below them lives
+        self.V = nn.Parameter(like.new_empty(size, hidden_size).uniform_(-bound, bound))
+        self.c = nn.Parameter(like.new_empty(size).uniform_(-bound, bound))
 
     def forward(self, h: Tensor) -> Tensor:
         return self.c + h @ self.V.T  # book (10.10)
+
+
+def _a_parameter_of(module: nn.Module | None) -> Tensor:
+    parameters = () if module is None else module.parameters()
+    return next((p.detach() for p in parameters if p.is_floating_point()), torch.empty(()))
 
 
 class Pattern(nn.Module, ABC):
@@ -54,11 +60,14 @@ class Pattern(nn.Module, ABC):
 
     def loss(self, o: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
         """L = Σ_t L(t), also summed over the batch; steps after a sequence's end do not count."""
-        losses = self.outputs.losses(o, y)
         if lengths is not None:
-            t = torch.arange(losses.shape[0], device=losses.device)[:, None]
-            losses = torch.where(t < torch.as_tensor(lengths, device=losses.device), losses, 0)
-        return losses.sum()
+            if o.dim() != 3:
+                raise ValueError(f"o is {tuple(o.shape)}, one output a sequence; lengths are for [τ, batch, size].")
+            tau, batch = o.shape[:2]
+            _check_targets(y, tau, batch)
+            alive = torch.arange(tau)[:, None] < check_lengths(lengths, tau, batch).cpu()
+            o, y = o[alive], y[alive]  # left out, not multiplied by 0: padding may hold anything, NaN too
+        return self.outputs.losses(o, y).sum()
 
     @property
     def V(self) -> nn.Parameter:
@@ -83,7 +92,7 @@ class SequenceToSequence(Pattern):
         super().__init__()
         self.recurrent = as_layer(recurrent)
         self.outputs = as_outputs(outputs)
-        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size)
+        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
     def predict(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Prediction:
         run = self.recurrent(x, state, lengths)
@@ -105,7 +114,7 @@ class SequenceToOne(Pattern):
         super().__init__()
         self.recurrent = as_layer(recurrent)
         self.outputs = as_outputs(outputs)
-        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size)
+        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
     def predict(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Prediction:
         run = self.recurrent(x, state, lengths)
@@ -144,6 +153,8 @@ class OutputRecurrence(Pattern):
 
     def __init__(self, input_size: int, hidden_size: int, outputs: Outputs | int) -> None:
         super().__init__()
+        whole_number("OutputRecurrence", "input_size", input_size)
+        whole_number("OutputRecurrence", "hidden_size", hidden_size)
         self.outputs = as_outputs(outputs)
         self.hidden = OutputToHidden(input_size, hidden_size, self.outputs.size)
         self.readout = Readout(hidden_size, self.outputs.size)
@@ -151,11 +162,16 @@ class OutputRecurrence(Pattern):
     def predict(
         self, x: Tensor, y: Tensor | None = None, feeding: Feeding = TeacherForcing(), state: Tensor | None = None
     ) -> Prediction:
-        n_in = self.hidden.U.shape[1]
-        if x.dim() != 3 or x.shape[2] != n_in or x.shape[0] < 1:
-            raise ValueError(f"x has shape {tuple(x.shape)}; OutputRecurrence needs [τ ≥ 1, batch, {n_in}].")
+        check_input("OutputRecurrence", x, self.U.shape[1], self.U)
+        check_steps(x.shape[0])
+        check_nan(x, None)
         _check_targets(y, x.shape[0], x.shape[1])
         fed = x.new_zeros(x.shape[1], self.outputs.size) if state is None else state
+        if fed.shape != (x.shape[1], self.outputs.size):
+            raise ValueError(
+                f"the state has shape {tuple(fed.shape)}; x has batch {x.shape[1]} and outputs are of size "
+                f"{self.outputs.size}, so it must be {(x.shape[1], self.outputs.size)}."
+            )
         known = feeding.known(y, self.outputs)
         if known is not None:  # nothing waits: every step at once
             known = known.to(x.dtype)
@@ -204,7 +220,7 @@ class VectorToSequence(Pattern):
         if any(isinstance(part, Bidirectional) for part in self.recurrent.modules()):
             raise ValueError("a sequence that is written step by step cannot be read backwards: no Bidirectional here.")
         self.outputs = as_outputs(outputs)
-        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size)
+        self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
     def predict(
         self,
@@ -222,8 +238,7 @@ class VectorToSequence(Pattern):
             raise ValueError("how long should the sequence be? Give the targets y, or steps=τ.")
         tau = steps if y is None or steps is not None else y.shape[0]
         assert tau is not None
-        if tau < 1:
-            raise ValueError(f"a sequence needs at least one step; τ = {tau} came.")
+        check_steps(tau)
         _check_targets(y, tau, x.shape[0])
         start = x.new_zeros(x.shape[0], self.outputs.size)
         known = feeding.known(y, self.outputs)

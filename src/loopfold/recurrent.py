@@ -102,7 +102,9 @@ class Stacked(RecurrentLayer):
 
     @property
     def hidden_size(self) -> int:
-        return self.layers[-1].hidden_size
+        top = self.layers[-1]
+        assert isinstance(top, RecurrentLayer)
+        return top.hidden_size
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}"
@@ -164,6 +166,8 @@ _Torch = nn.RNN | nn.LSTM | nn.GRU
 
 def from_torch(module: _Torch, engine: Engine = Sequential()) -> Stacked:
     """`nn.RNN`, `nn.LSTM` or `nn.GRU` as a `Stacked` of our own layers, with a copy of its weights.
+
+    Ours reads time first, `[τ, batch, n_in]`, whatever the module's `batch_first` was.
 
     >>> theirs = nn.LSTM(3, 5, num_layers=2, bidirectional=True)
     >>> x = torch.ones(7, 2, 3)
@@ -263,10 +267,12 @@ def to_torch(layer: RecurrentLayer | Step) -> _Torch:
 
 def _directions(layer: nn.Module) -> list[Elman | LSTM | GRU]:
     parts = [layer.forwards, layer.backwards] if isinstance(layer, Bidirectional) else [layer]
-    cells = [part.cell if isinstance(part, Recurrent) else part for part in parts]
-    for cell in cells:
-        if type(cell) not in (Elman, LSTM, GRU):
+    cells: list[Elman | LSTM | GRU] = []
+    for part in parts:
+        cell = part.cell if isinstance(part, Recurrent) else part
+        if not isinstance(cell, Elman | LSTM | GRU) or type(cell) not in (Elman, LSTM, GRU):  # a subclass may differ
             raise TypeError(f"torch has Elman, LSTM and GRU networks only; {name_of(cell)} is none of them.")
+        cells.append(cell)
     return cells
 
 

@@ -76,6 +76,13 @@ def name_of(f: Step) -> str:
     return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
 
 
+def whole_number(owner: str, name: str, number: int) -> int:
+    """`number`, if it is a whole number of at least 1; `owner` and `name` say in the error what it was for."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{owner} needs {name} as a whole number of at least 1; {number!r} came.")
+    return number
+
+
 # ------------------------------------------------------------------ how W starts
 
 
@@ -95,7 +102,8 @@ class Orthogonal:
     gain: float = 1.0
 
     def __call__(self, W: Tensor, generator: torch.Generator | None = None) -> None:
-        nn.init.orthogonal_(W, self.gain, generator=generator)
+        wide = W.detach().to(torch.promote_types(W.dtype, torch.float32))  # QR knows no half precision
+        W.detach().copy_(nn.init.orthogonal_(wide, self.gain, generator=generator))
 
 
 @dataclass(frozen=True)
@@ -164,9 +172,10 @@ class Elman(Transition):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.input_size, self.hidden_size = _sizes(self, input_size, hidden_size)
+        self.input_size = whole_number(name_of(self), "input_size", input_size)
+        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
         self.activation = activation
-        self.U, self.W, self.b = _gates(self, 1, recurrent_init, generator, device, dtype)
+        self.U, self.W, self.b = _gates(1, input_size, hidden_size, recurrent_init, generator, device, dtype)
 
     def initial_state(self, batch: int) -> Tensor:
         return self.W.new_zeros(batch, self.hidden_size)
@@ -208,8 +217,9 @@ class LSTM(Transition):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.input_size, self.hidden_size = _sizes(self, input_size, hidden_size)
-        self.U, self.W, self.b = _gates(self, 4, recurrent_init, generator, device, dtype)
+        self.input_size = whole_number(name_of(self), "input_size", input_size)
+        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
+        self.U, self.W, self.b = _gates(4, input_size, hidden_size, recurrent_init, generator, device, dtype)
         _start_forget_gate(self.b, forget_bias)
 
     def initial_state(self, batch: int) -> LSTMState:
@@ -249,8 +259,9 @@ class LayerNormLSTM(Transition):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.input_size, self.hidden_size = _sizes(self, input_size, hidden_size)
-        self.U, self.W, self.b = _gates(self, 4, recurrent_init, generator, device, dtype)
+        self.input_size = whole_number(name_of(self), "input_size", input_size)
+        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
+        self.U, self.W, self.b = _gates(4, input_size, hidden_size, recurrent_init, generator, device, dtype)
         _start_forget_gate(self.b, forget_bias)
         n = self.hidden_size
         self.gamma_h = nn.Parameter(self.W.new_ones(4 * n))
@@ -297,8 +308,9 @@ class GRU(Transition):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.input_size, self.hidden_size = _sizes(self, input_size, hidden_size)
-        self.U, self.W, self.b = _gates(self, 3, recurrent_init, generator, device, dtype)
+        self.input_size = whole_number(name_of(self), "input_size", input_size)
+        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
+        self.U, self.W, self.b = _gates(3, input_size, hidden_size, recurrent_init, generator, device, dtype)
         self.b_hn = nn.Parameter(self.b.new_zeros(self.hidden_size))
         bound = 1 / math.sqrt(self.hidden_size)
         nn.init.uniform_(self.b_hn, -bound, bound, generator=generator)
@@ -318,23 +330,16 @@ class GRU(Transition):
         return f"{self.input_size}, {self.hidden_size}"
 
 
-def _sizes(cell: Transition, input_size: int, hidden_size: int) -> tuple[int, int]:
-    for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name_of(cell)} needs {name} as a whole number of at least 1; {size!r} came.")
-    return input_size, hidden_size
-
-
 def _gates(
-    cell: Transition,
     gates: int,
+    n_in: int,
+    n: int,
     recurrent_init: Initialiser,
     generator: torch.Generator | None,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
     """U, W and b for a number of gates stacked along the rows; every gate's own W is initialised by itself."""
-    n_in, n = _sizes(cell, cell.input_size or 0, cell.hidden_size)
     U = nn.Parameter(torch.empty(gates * n, n_in, device=device, dtype=dtype))
     W = nn.Parameter(torch.empty(gates * n, n, device=device, dtype=dtype))
     b = nn.Parameter(torch.empty(gates * n, device=device, dtype=dtype))
@@ -387,8 +392,11 @@ def _search_state(f: Step, x: Tensor | None) -> State:
     if x is not None:
         inputs: list[tuple[Tensor, ...]] = [(x.new_zeros(_TRIAL_BATCH, *x.shape[1:]),)]
     else:
-        inputs = [(), *((like.new_zeros(_TRIAL_BATCH, m),) for m in sizes)]
+        vectors = [like.new_zeros(_TRIAL_BATCH, m) for m in sizes]
+        classes = torch.zeros(_TRIAL_BATCH, dtype=torch.long, device=like.device)
+        inputs = [(), *((vector,) for vector in vectors), (classes,)]
 
+    step = f.forward if isinstance(f, nn.Module) else f  # not f itself: hooks on a module are no part of the trial
     error: Exception | None = None
     for structure in _possible_structures(f):
         fits = {}
@@ -396,9 +404,9 @@ def _search_state(f: Step, x: Tensor | None) -> State:
             state = structure(like.new_zeros(_TRIAL_BATCH, n))
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    new = f(state, *arguments)
-                if describe(new) == describe(state):
-                    fits[n] = state
+                    new = step(state, *arguments)
+                if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
+                    fits[n] = new  # in the structure that f returns, which may be a NamedTuple
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as reason:
                 error = reason
         if len(fits) == 1:

@@ -52,6 +52,8 @@ def unfold(
     >>> unfold(lambda s: 2 * s, steps=3, state=torch.tensor([1.0])).hidden.tolist()
     [[2.0], [4.0], [8.0]]
     """
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine must be an object such as lf.Sequential(); {engine!r} came.")
     recurrence = _checked(f, x, state, lengths, steps)
     reason = engine.refusal(recurrence)
     if reason is not None:
@@ -79,50 +81,56 @@ def _checked(
     if x is None:
         if steps is None:
             raise ValueError("unfold needs an input x [τ, batch, n_in], or steps=τ where there is none.")
-        if not isinstance(steps, int) or isinstance(steps, bool):
-            raise TypeError(f"steps must be a whole number; {steps!r} came.")
         if state is None:
             raise ValueError("without an input x the state must be given: unfold(f, steps=τ, state=s0).")
         tau = steps
     else:
-        _check_input(f, x, steps)
+        parameter = next(f.parameters(), None) if isinstance(f, nn.Module) else None
+        check_input(name_of(f), x, f.input_size if isinstance(f, Transition) else None, parameter)
         tau = x.shape[0]
-    if tau < 1:
-        raise ValueError(f"a sequence needs at least one step; τ = {tau} came.")
+        if steps is not None and steps != tau:
+            raise ValueError(f"x has {tau} steps and steps={steps} was given; give x alone.")
+    check_steps(tau)
     if state is None:
         assert x is not None
         state = _initial_state(f, x)
     else:
         state = _check_state(f, x, state)
-    checked_lengths = None if lengths is None else _check_lengths(lengths, x, state, tau)
+    checked_lengths = None if lengths is None else check_lengths(lengths, tau, _batch(x, state))
     if x is not None:
-        _check_nan(x, checked_lengths)
+        check_nan(x, checked_lengths)
         if checked_lengths is not None:
-            x = _repeat_last(x, checked_lengths)
+            x = _without_padding(x, checked_lengths)
     return Recurrence(f, x, tau, state, checked_lengths)
 
 
-def _check_input(f: Step, x: Tensor, steps: int | None) -> None:
+def check_steps(tau: int) -> None:
+    """That there is at least one step."""
+    if not isinstance(tau, int) or isinstance(tau, bool):
+        raise TypeError(f"steps must be a whole number; {tau!r} came.")
+    if tau < 1:
+        raise ValueError(f"a sequence needs at least one step; τ = {tau} came.")
+
+
+def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None) -> None:
+    """That `x` is `[τ, batch, size]` where the size is known, and goes with the parameters of what reads it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor [τ, batch, n_in]; a {type(x).__name__} came. Type torch.as_tensor(x).")
-    if steps is not None and steps != x.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} steps and steps={steps} was given; give x alone.")
-    size = f.input_size if isinstance(f, Transition) else None
     if x.dim() < 2 or (size is not None and x.dim() != 3):
         one = " For one sequence, type x.unsqueeze(1)." if x.dim() == 2 else ""
-        raise ValueError(f"x has shape {tuple(x.shape)}; {name_of(f)} needs [τ, batch, {size or 'n_in'}].{one}")
+        raise ValueError(f"x has shape {tuple(x.shape)}; {name} needs [τ, batch, {size or 'n_in'}].{one}")
     if size is not None and x.shape[2] != size:
-        hint = " Time comes first: type x.transpose(0, 1)." if size in x.shape[:2] else ""
-        raise ValueError(f"x has shape {tuple(x.shape)}; {name_of(f)} reads {size} features: [τ, batch, {size}].{hint}")
+        where = [dim for dim in (0, 1) if x.shape[dim] == size]
+        hint = f" Features come last: type x.movedim({where[0]}, 2)." if where else ""
+        raise ValueError(f"x has shape {tuple(x.shape)}; {name} reads {size} features: [τ, batch, {size}].{hint}")
     if x.shape[1] < 1:
         raise ValueError(f"x has shape {tuple(x.shape)}: a batch of no sequences.")
-    parameter = next(f.parameters(), None) if isinstance(f, nn.Module) else None
     if parameter is not None:
-        _check_device("x", x, f"{name_of(f)}'s parameters", parameter)
+        _check_device("x", x, f"{name}'s parameters", parameter)
         if size is not None and x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
-                f"x is {x.dtype} and {name_of(f)}'s parameters are {parameter.dtype}. "
-                f"Type x.to({parameter.dtype}), or cell.to({x.dtype})."
+                f"x is {x.dtype} and {name}'s parameters are {parameter.dtype}. "
+                f"Type x.to({parameter.dtype}), or .to({x.dtype}) on the module."
             )
 
 
@@ -133,7 +141,9 @@ def _check_device(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
 
 def _initial_state(f: Step, x: Tensor) -> State:
     own = getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
-    return zero_state(f, x.shape[1], x[0]) if own is None else own(x.shape[1])
+    if own is None or (isinstance(f, Transition) and type(f).initial_state is Transition.initial_state):
+        return zero_state(f, x.shape[1], x[0])
+    return own(x.shape[1])
 
 
 def _check_state(f: Step, x: Tensor | None, state: State) -> State:
@@ -165,11 +175,23 @@ def _check_state(f: Step, x: Tensor | None, state: State) -> State:
     return rebuild(state, given)
 
 
-def _check_lengths(lengths: Tensor | list[int], x: Tensor | None, state: State, tau: int) -> Tensor:
-    lengths = torch.as_tensor(lengths)
+def _batch(x: Tensor | None, state: State) -> int:
+    if x is not None:
+        return x.shape[1]
+    shapes = [tuple(leaf.shape) for leaf in leaves(state)]
+    if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
+        raise ValueError(f"lengths need a batch as the first dimension of the state; it is {describe(state)}.")
+    return shapes[0][0]
+
+
+def check_lengths(lengths: Tensor | list[int], tau: int, batch: int) -> Tensor:
+    """`lengths` as a tensor `[batch]` of whole numbers from 1 to τ."""
+    try:
+        lengths = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"lengths must be whole numbers, one for each sequence; {lengths!r} came.") from error
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths must be whole numbers; {lengths.dtype} came. Type lengths.long().")
-    batch = x.shape[1] if x is not None else leaves(state)[0].shape[0]
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {tuple(lengths.shape)}; the batch has {batch}, so it must be ({batch},).")
     if int(lengths.min()) < 1 or int(lengths.max()) > tau:
@@ -179,12 +201,12 @@ def _check_lengths(lengths: Tensor | list[int], x: Tensor | None, state: State, 
     return lengths.long()
 
 
-def _check_nan(x: Tensor, lengths: Tensor | None) -> None:
+def check_nan(x: Tensor, lengths: Tensor | None) -> None:
     """Refuse NaN in x, where looking costs next to nothing: not on a GPU, which would have to wait for the answer."""
     if x.device.type != "cpu" or not x.is_floating_point() or torch.compiler.is_compiling():
         return
-    if torch._C._functorch.is_batchedtensor(x) or not bool(x.detach().sum().isnan()):  # type: ignore[attr-defined]
-        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or not bool(x.detach().sum().isnan()):
+        return  # under vmap no value can be looked at
     bad = x.detach().isnan().flatten(2).any(2) if x.dim() > 2 else x.detach().isnan()  # [τ, batch]
     if lengths is not None:
         bad = bad & (torch.arange(x.shape[0])[:, None] < lengths.to(x.device))
@@ -195,9 +217,10 @@ def _check_nan(x: Tensor, lengths: Tensor | None) -> None:
         )
 
 
-def _repeat_last(x: Tensor, lengths: Tensor) -> Tensor:
-    """x with each sequence's last input in place of its padding, so that padding of any value stays out of all sums."""
+def _without_padding(x: Tensor, lengths: Tensor) -> Tensor:
+    """x with each sequence's first input in place of its padding, which may then hold anything, NaN too."""
     tau, batch = x.shape[:2]
     lengths = lengths.to(x.device)
-    time = torch.minimum(torch.arange(tau, device=x.device)[:, None], lengths - 1)  # [τ, batch]
+    t = torch.arange(tau, device=x.device)[:, None]
+    time = torch.where(t < lengths, t, 0)  # [τ, batch]
     return x[time, torch.arange(batch, device=x.device)]

@@ -14,7 +14,7 @@ class Recurrence:
     """A step with all that it runs on, checked: `state(t) = f(state(t-1), x(t))` for t = 1…τ.
 
     `x` is `[τ, batch, …]` or None (then `f(state)`); `state` is state(0). With `lengths [batch]`, sequence `i`
-    ends after `lengths[i]` steps, and `x` repeats its last input there, so that no padding is ever computed on.
+    ends after `lengths[i]` steps, and after that `x` holds its first input, so that no padding is ever computed on.
     """
 
     f: Step
@@ -53,7 +53,7 @@ def first_step(recurrence: Recurrence) -> State:
         new = recurrence.take(state, 0)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(
             f"{name_of(f)} could not take its first step from state {describe(state)}{x}: {error}"
         ) from error

@@ -1,6 +1,7 @@
 """The definition: a plain loop and autograd. Every other engine is tested against this one."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,19 +18,19 @@ class Sequential(Engine):
         return None
 
     def run(self, recurrence: Recurrence) -> State:
-        state = recurrence.state
+        state = start = recurrence.state
         outputs: list[list[Tensor]] = []
         for t in range(recurrence.steps):
             new = first_step(recurrence) if t == 0 else recurrence.take(state, t)
-            output = new
+            outputs.append(leaves(new))
             if recurrence.lengths is not None:
-                alive = recurrence.alive(t)
-                new = map_state(lambda n, s, alive=alive: torch.where(_like(alive, n), n, s), new, state)
-                output = map_state(lambda n, alive=alive: torch.where(_like(alive, n), n, 0), new)
+                # A sequence that has ended takes its first step again and again: had it gone on from its last state,
+                # a step that overflows there would turn the gradient 0 that it gets into 0 · inf = NaN.
+                outputs[-1] = [_where(recurrence.alive(t), leaf, 0) for leaf in outputs[-1]]
+                new = map_state(partial(_where, recurrence.alive(t + 1)), new, start)
             state = new
-            outputs.append(leaves(output))
         return rebuild(state, [torch.stack(leaf) for leaf in zip(*outputs, strict=True)])
 
 
-def _like(alive: Tensor, leaf: Tensor) -> Tensor:
-    return alive.view(-1, *[1] * (leaf.dim() - 1))
+def _where(alive: Tensor, leaf: Tensor, other: Tensor | int) -> Tensor:
+    return torch.where(alive.view(-1, *[1] * (leaf.dim() - 1)), leaf, other)

@@ -1,0 +1,298 @@
+"""What every engine that compiles a step shares: the trace, the parts outside the loop, and autograd around it.
+
+An engine brings a `Kernel`, which runs the loop forwards and backwards. All else is here, so an engine cannot get it
+wrong: parameters enter as the user's own tensors, `once`, `before` and `after` are run by torch with its own gradients,
+and one autograd function stands for the loop.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.engines.base import Engine, Recurrence, first_step
+from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
+from loopfold.stepgraph.hoist import Loop, hoist, needed_for
+from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.trace import Node, Refusal, StepGraph, fingerprint, trace
+from loopfold.transitions import State, Step, describe, leaves, name_of, rebuild
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced and split step, with its reverse steps and the kernels that engines made for it."""
+
+    graph: StepGraph
+    loop: Loop
+    made: dict[Any, Any]  # whatever an engine compiles, under a key of its own
+
+    @cached_property
+    def kept(self) -> tuple[Value, ...]:
+        return kept_values(self.loop)
+
+    def reverse(self, incoming: tuple[bool, ...]) -> Reverse:
+        key = ("reverse", incoming)
+        if key not in self.made:
+            self.made[key] = differentiate(self.loop, incoming)
+        return self.made[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What a backward kernel returns; sequences are `[τ, batch, k]`."""
+
+    state: list[Tensor]  # ∇ of each carried leaf of state(0)
+    stored: list[Tensor]  # the sequences of `reverse.stored()`
+    rows: list[Tensor]  # ∇ of each constant in `reverse.rows`
+
+
+class Kernel(ABC):
+    """Runs the loop of a program. Tensors are contiguous; `lengths` is None or `[batch]`."""
+
+    @abstractmethod
+    def forward(
+        self, program: Program, call: "Call", constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The sequences of the emitted values, and of the kept ones (none where `call.record` is False)."""
+
+    @abstractmethod
+    def backward(
+        self,
+        program: Program,
+        call: "Call",
+        reverse: Reverse,
+        constants: list[Tensor],
+        inputs: list[Tensor],
+        state: list[Tensor],
+        emitted: list[Tensor],
+        kept: list[Tensor],
+        incoming: list[Tensor | None],
+    ) -> Gradients: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The sizes of one run."""
+
+    steps: int
+    batch: int
+    lengths: Tensor | None
+    record: bool  # whether a backward pass may follow
+
+
+# ------------------------------------------------------------------ from a step to its program, once
+
+
+_programs: "weakref.WeakKeyDictionary[Any, dict[Any, Program | Refusal]]" = weakref.WeakKeyDictionary()
+
+
+def program_of(recurrence: Recurrence) -> Program:
+    """The program of a step, traced at the first call and again only when something that the trace fixed has changed."""
+    f, x = recurrence.f, recurrence.x
+    known = _programs.setdefault(f, {})
+    key = (
+        fingerprint(f),
+        None if x is None else (x.shape[2:], x.dtype, x.device.type),
+        describe([])[:0].join(f"{leaf.shape[1:]}{leaf.dtype}" for leaf in leaves(recurrence.state)),
+    )
+    if key not in known:
+        try:
+            first_step(recurrence)  # its checks, with their messages
+            graph = trace(f, None if x is None else x[0], recurrence.state)
+            known[key] = Program(graph, hoist(graph), {})
+        except Refusal as reason:
+            known[key] = reason
+    found = known[key]
+    if isinstance(found, Refusal):
+        raise found
+    return found
+
+
+def compiled_refusal(recurrence: Recurrence) -> str | None:
+    """Why no compiling engine can run this, or None."""
+    if torch.is_autocast_enabled(leaves(recurrence.state)[0].device.type):
+        return "torch.autocast chooses dtypes operation by operation. Use engine=lf.Sequential()."
+    tensors = [t for t in (recurrence.x, *leaves(recurrence.state)) if t is not None]
+    if torch._C._are_functorch_transforms_active() or any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
+        return "it is called inside a torch.func transform, or on a special kind of tensor. Use engine=lf.Sequential()."
+    try:
+        program_of(recurrence)
+    except Refusal as reason:
+        return f"{reason} Use engine=lf.Sequential()."
+    return None
+
+
+# ------------------------------------------------------------------ a run
+
+
+def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> State:
+    """Run a recurrence through its program: once, before, the loop, after."""
+    program = program_of(recurrence)
+    loop, graph, tau = program.loop, program.graph, recurrence.steps
+    start = leaves(recurrence.state)
+    batch = start[0].shape[0]
+    rows = tau * batch
+
+    values: dict[Node, Any] = {node: _tensor(recurrence.f, name) for name, node in graph.parameters.items()}
+    if graph.x is not None:
+        assert recurrence.x is not None
+        values[graph.x] = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
+    outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
+    inside = {*graph.state, *loop.taps}
+    loop.run(needed_for([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values), values, rows)
+    constants = [recipe.make(values) for recipe in loop.constants]
+    widths = zip(loop.inputs, loop.widths, strict=True)
+    inputs = [r.make(values).expand(rows, w).reshape(tau, batch, w) for r, w in widths]
+    state = [start[i] for i in loop.carried]
+
+    record = torch.is_grad_enabled() and any(t.requires_grad for t in (*constants, *inputs, *state))
+    call = Call(tau, batch, recurrence.lengths, record)
+    emitted = list(_Loop.apply(engine, kernel, program, call, len(constants), len(inputs), *constants, *inputs, *state))
+
+    if outside:
+        for node, k in loop.taps.items():
+            values[node] = emitted[k].reshape(rows, -1)
+        reads = needed_for(outside, values)
+        for k, i in enumerate(loop.carried):
+            if graph.state[i] in reads:
+                before = torch.cat([start[i][None], emitted[k][:-1]])
+                values[graph.state[i]] = before.reshape(rows, -1)
+        loop.run(needed_for(outside, values), values, rows)
+        assert inside
+    results = []
+    for leaf in loop.leaves:
+        if isinstance(leaf, Node):
+            whole = values[leaf].reshape(tau, batch, *leaf.shape[1:])
+            if recurrence.lengths is not None:
+                alive = torch.arange(tau, device=whole.device)[:, None] < recurrence.lengths.to(whole.device)
+                whole = torch.where(alive.view(tau, batch, *[1] * (whole.dim() - 2)), whole, 0)
+            results.append(whole)
+        else:
+            results.append(emitted[leaf])
+    return rebuild(graph.structure, results)
+
+
+def _tensor(f: Step, name: str) -> Tensor:
+    assert isinstance(f, nn.Module)
+    module, _, last = name.rpartition(".")
+    return getattr(f.get_submodule(module), last)
+
+
+class _Loop(torch.autograd.Function):
+    """The loop as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, kernel: Kernel, program: Program, call: Call, *rest: Any) -> tuple[Tensor, ...]:
+        n_constants, n_inputs, *tensors = rest
+        constants = [t.contiguous() for t in tensors[:n_constants]]
+        inputs = [t.contiguous() for t in tensors[n_constants : n_constants + n_inputs]]
+        state = [t.contiguous() for t in tensors[n_constants + n_inputs :]]
+        emitted, kept = kernel.forward(program, call, constants, inputs, state)
+        if call.record:
+            ctx.engine, ctx.kernel, ctx.program, ctx.call = engine, kernel, program, call
+            ctx.counts = (n_constants, n_inputs, len(state), len(emitted))
+            needed = _inputs_read(program)
+            ctx.inputs_read = needed
+            ctx.input_like = [(t.shape, t.dtype) for t in inputs]
+            ctx.save_for_backward(*constants, *[inputs[i] for i in needed], *state, *emitted, *kept)
+            ctx.set_materialize_grads(False)
+        return tuple(emitted)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        n_constants, n_inputs, n_state, n_emitted = ctx.counts
+        saved = list(ctx.saved_tensors)
+
+        def take(count: int) -> list[Tensor]:
+            taken = saved[:count]
+            del saved[:count]
+            return taken
+
+        constants, some = take(n_constants), take(len(ctx.inputs_read))
+        inputs: list[Any] = [None] * n_inputs
+        for i, tensor in zip(ctx.inputs_read, some, strict=True):
+            inputs[i] = tensor
+        state, emitted, kept = take(n_state), take(n_emitted), saved
+        if all(g is None for g in incoming):
+            return (None,) * (6 + n_constants + n_inputs + n_state)
+        program, call = ctx.program, ctx.call
+        with torch.no_grad():
+            reverse = program.reverse(tuple(g is not None for g in incoming))
+            gs = [None if g is None else g.contiguous() for g in incoming]
+            found = ctx.kernel.backward(program, call, reverse, constants, inputs, state, emitted, kept, gs)
+            results = _collect(program, call, reverse, found, constants, state, emitted, kept)
+        if torch.is_grad_enabled():  # someone wants to differentiate this gradient
+            name = type(ctx.engine).__name__
+            results = [None if r is None else _Once.apply(name, r, *[g for g in incoming if g is not None]) for r in results]
+        return (*[None] * 6, *results)
+
+
+def _inputs_read(program: Program) -> list[int]:
+    """The inputs that the reverse step reads again; the others need not be kept."""
+    key = "inputs read"
+    if key not in program.made:
+        reverse = program.reverse((True,) * len(program.loop.emitted))
+        from loopfold.stepgraph.loop import ordered
+
+        given = (*program.loop.emitted, *program.kept)
+        found = {v.index for v in ordered(reverse.roots(), stop=given) if v.op == "input"}
+        program.made[key] = sorted(found)
+    return program.made[key]
+
+
+def _collect(
+    program: Program,
+    call: Call,
+    reverse: Reverse,
+    found: Gradients,
+    constants: list[Tensor],
+    state: list[Tensor],
+    emitted: list[Tensor],
+    kept: list[Tensor],
+) -> list[Tensor | None]:
+    """The gradients in the order of the loop's arguments; every sum over time of outer products is one product here."""
+    loop, stored = program.loop, dict(zip(reverse.stored(), found.stored, strict=True))
+    by_constant: list[Tensor | None] = [None] * len(constants)
+
+    def add(i: int, g: Tensor) -> None:
+        old = by_constant[i]
+        by_constant[i] = g if old is None else old + g
+
+    sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, kept, strict=True))
+    for product in reverse.products:
+        right = stored[product.right]
+        if product.left.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
+            k = loop.carried.index(product.left.index)
+            g = state[k].T @ right[0]
+            if call.steps > 1:
+                g.addmm_(emitted[k][:-1].flatten(0, 1).T, right[1:].flatten(0, 1))
+        else:
+            g = sequences[product.left].flatten(0, 1).T @ right.flatten(0, 1)
+        add(product.matrix, g)
+    for (i, _), g in zip(reverse.rows, found.rows, strict=True):
+        add(i, g.sum_to_size(constants[i].shape))
+    by_input = [None if g is None else stored[g] for g in reverse.inputs]
+    return [*by_constant, *by_input, *found.state]
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again, and says so to whoever tries."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+        ctx.engine_name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.engine_name} has first derivatives only. For second derivatives run the recurrence with "
+            f"engine=lf.Sequential()."
+        )
+
+
+assert name_of

@@ -1,0 +1,321 @@
+"""FusedCPU: the loop compiled into native code, forwards and backwards, with no compiler on the user's machine."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, program_of, run_compiled
+from loopfold.stepgraph.differentiate import Reverse
+from loopfold.stepgraph.loop import Value
+from loopfold.transitions import State, leaves
+
+_log = logging.getLogger("loopfold")
+
+
+@dataclass(frozen=True)
+class FusedCPU(Engine):
+    """One native kernel for the whole forward loop and one for the reverse loop, made from the step graph by LLVM.
+
+    Runs float32 and float64 on the CPU, any number of state tensors, products in series, reductions over features, and
+    unequal lengths; the sequences of a batch are shared out over `threads` (torch's own number by default). Kernels are
+    kept on disk, in `LOOPFOLD_CACHE` or the user's cache folder. Agrees with `Sequential` to rounding: sums are taken
+    in another order, and tanh, sigmoid and exp are accurate to two units in the last place.
+    """
+
+    threads: int | None = None
+
+    def refusal(self, recurrence: Recurrence) -> str | None:
+        leaf = leaves(recurrence.state)[0]
+        if leaf.device.type != "cpu":
+            return f"it runs on the CPU and the state is on {leaf.device}. Use engine=lf.Looped()."
+        if leaf.dtype not in (torch.float32, torch.float64):
+            return f"it has kernels for float32 and float64; {leaf.dtype} came. Use engine=lf.Looped()."
+        reason = compiled_refusal(recurrence)
+        if reason is not None:
+            return reason
+        try:
+            import llvmlite  # noqa: F401
+        except ImportError:
+            return "llvmlite is not installed. Type pip install llvmlite, or use engine=lf.Looped()."
+        return None
+
+    def run(self, recurrence: Recurrence) -> State:
+        return run_compiled(self, _FusedKernel(self.threads or torch.get_num_threads()), recurrence)
+
+
+@dataclass(frozen=True)
+class _FusedKernel(Kernel):
+    threads: int
+
+    def forward(
+        self, program: Program, call: Call, constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        from loopfold.engines.native import Place, Source
+
+        loop = program.loop
+        out = [*loop.emitted, *(program.kept if call.record else ())]
+        native = self._native(
+            program,
+            call,
+            state[0].dtype,
+            ("forward", call.record),
+            lambda: Source(
+                roots=tuple((v, Place("sequence", i, v.width)) for i, v in enumerate(out)),
+                sums=(),
+                given={},
+                carries=(),
+                backwards=False,
+                masked=call.lengths is not None,
+            ),
+        )
+        sequences = [state[0].new_empty(call.steps, call.batch, v.width) for v in out]
+        buffers: dict[Any, Tensor] = {("sequence", i): t for i, t in enumerate(sequences)}
+        buffers |= _common(program, constants, inputs, state, sequences)
+        native.run(call, buffers, constants, self.threads)
+        return sequences[: len(loop.emitted)], sequences[len(loop.emitted) :]
+
+    def backward(
+        self,
+        program: Program,
+        call: Call,
+        reverse: Reverse,
+        constants: list[Tensor],
+        inputs: list[Tensor],
+        state: list[Tensor],
+        emitted: list[Tensor],
+        kept: list[Tensor],
+        incoming: list[Tensor | None],
+    ) -> Gradients:
+        from loopfold.engines.native import Place, Source
+
+        loop = program.loop
+        stored, given = reverse.stored(), [*loop.emitted, *program.kept]
+        places = [Place("sequence", len(given) + i, v.width) for i, v in enumerate(stored)]
+        carries = [Place("carry", k, v.width) for k, v in enumerate(reverse.carries)]
+        native = self._native(
+            program,
+            call,
+            state[0].dtype,
+            ("backward", tuple(g is not None for g in incoming)),
+            lambda: Source(
+                roots=(*zip(stored, places, strict=True), *zip(reverse.carries, carries, strict=True)),
+                sums=tuple(v for _, v in reverse.rows),
+                given={v: i for i, v in reversed(list(enumerate(given)))},
+                carries=tuple(v.width for v in reverse.carries),
+                backwards=True,
+                masked=call.lengths is not None,
+            ),
+        )
+        sequences = [state[0].new_empty(call.steps, call.batch, v.width) for v in stored]
+        initial = [torch.zeros_like(s) for s in state]
+        buffers: dict[Any, Tensor] = {("sequence", i): t for i, t in enumerate([*emitted, *kept, *sequences])}
+        buffers |= {("incoming", k): t for k, t in enumerate(incoming) if t is not None}
+        buffers |= {("initial", k): t for k, t in enumerate(initial)}
+        buffers |= _common(program, constants, inputs, state, emitted)
+        sums = native.run(call, buffers, constants, self.threads)
+        return Gradients(initial, sequences, sums)
+
+    def _native(
+        self, program: Program, call: Call, dtype: torch.dtype, what: tuple[Any, ...], source: Callable[[], Any]
+    ) -> "_Native":
+        tile = _tile(call.batch, self.threads)
+        key = ("fused", what, dtype, tile, call.lengths is not None)
+        if key not in program.made:
+            program.made[key] = _Native.compile(f"{program.graph.name} {what[0]}", source(), dtype, tile)
+        return program.made[key]
+
+
+def _common(
+    program: Program, constants: list[Tensor], inputs: list[Any], state: list[Tensor], emitted: list[Tensor]
+) -> dict[Any, Tensor]:
+    found: dict[Any, Tensor] = {("input", i): t for i, t in enumerate(inputs) if t is not None}
+    found |= {("constant", i): t for i, t in enumerate(constants)}
+    for k, i in enumerate(program.loop.carried):
+        found |= {("start", i): state[k], ("states", i): emitted[k]}
+    return found
+
+
+def _tile(batch: int, threads: int) -> int:
+    """How many sequences a kernel takes together: enough to share the loads, not so many that threads stand idle."""
+    share = -(-batch // threads)
+    return next(size for size in (1, 2, 4, 8) if size >= share or size == 8)
+
+
+# ------------------------------------------------------------------ compiled kernels
+
+
+_Function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_void_p)  # runs without the GIL
+
+
+@dataclass(frozen=True, eq=False)
+class _Native:
+    """A kernel in memory, ready to call."""
+
+    function: Any
+    table: list[tuple[str, Any]]
+    scratch: int
+    tile: int
+    sums: tuple[Value, ...]
+    shape: Any
+
+    @staticmethod
+    def compile(name: str, source: Any, dtype: torch.dtype, tile: int) -> "_Native":
+        from loopfold.engines.native import Shape, write
+
+        shape = Shape(tile, "float" if dtype == torch.float32 else "double", _machine())
+        written = write(source, shape)
+        address = _load(name, written.code)
+        return _Native(_Function(address), written.table, written.scratch, tile, source.sums, shape)
+
+    def run(self, call: Call, buffers: dict[Any, Tensor], constants: list[Tensor], threads: int) -> list[Tensor]:
+        """Run over all sequences, in `threads` shares; returns the sums."""
+        like = next(iter(buffers.values()))
+        packed = {key: self._pack(constants[key[1][0]], key[1][1]) for key in self.table if key[0] == "matrix"}
+        lengths = None if call.lengths is None else call.lengths.to(torch.int64).contiguous()
+        tiles = -(-call.batch // self.tile)
+        shares = min(threads, tiles)
+        jobs, partial = [], []
+        for i in range(shares):
+            first, last = (tiles * i // shares) * self.tile, (tiles * (i + 1) // shares) * self.tile
+            own: dict[Any, Tensor] = {("scratch", 0): like.new_empty(self.scratch + self.shape.lanes)}
+            own |= {("sum", k): like.new_zeros(v.width) for k, v in enumerate(self.sums)}
+            tensors = [own.get(key, packed.get(key, buffers.get(key))) for key in self.table]
+            pointers = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])  # type: ignore[union-attr]
+            arguments = (call.steps, call.batch, first, min(last, call.batch))
+            jobs.append((arguments, None if lengths is None else lengths.data_ptr(), pointers, own))
+            partial.append([own["sum", k] for k in range(len(self.sums))])
+        waiting = [_pool(threads).submit(self._call, *job) for job in jobs[1:]]
+        self._call(*jobs[0])
+        for one in waiting:
+            one.result()
+        return [torch.stack(parts).sum(0) for parts in zip(*partial, strict=True)]
+
+    def _call(self, sizes: tuple[int, ...], lengths: int | None, pointers: Any, own: Any) -> None:
+        self.function(*sizes, lengths, ctypes.addressof(pointers))
+
+    def _pack(self, matrix: Tensor, transposed: bool) -> Tensor:
+        """A matrix in the order in which the kernel reads it: blocks of columns, each row by row."""
+        matrix = matrix.T if transposed else matrix
+        depth, columns = matrix.shape
+        blocks, vectors = self.shape.block(columns)
+        width = vectors * self.shape.lanes
+        padded = matrix.new_zeros(depth, blocks * width)
+        padded[:, :columns] = matrix
+        return padded.view(depth, blocks, width).transpose(0, 1).contiguous()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="loopfold")
+
+
+# ------------------------------------------------------------------ LLVM, and the kernels on disk
+
+
+@functools.cache
+def _machine() -> Any:
+    from llvmlite import binding
+
+    from loopfold.engines.native import Machine
+
+    features = binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        return Machine(vector_bytes=64, registers=32)
+    if features.get("avx"):
+        return Machine(vector_bytes=32, registers=16)
+    return Machine(vector_bytes=16, registers=32 if "neon" in features else 16)
+
+
+@functools.cache
+def _target() -> Any:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features().flatten()
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="default"
+    )
+
+
+@functools.cache
+def _linker() -> Any:
+    from llvmlite import binding
+
+    return binding.create_lljit_compiler(_target(), use_jit_link=False)
+
+
+_loaded: dict[str, tuple[Any, int]] = {}  # the resource tracker keeps the code in memory
+
+
+def _load(name: str, code: str) -> int:
+    """The address of the kernel that `code` describes: from memory, from disk, or compiled now."""
+    import llvmlite
+    from llvmlite import binding
+
+    target = _target()
+    identity = "\n".join([llvmlite.__version__, binding.get_host_cpu_name(), target.triple, code])
+    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    if key not in _loaded:
+        image = _read(key)
+        if image is None:
+            image = _compile(name, code)
+            _write(key, image)
+        library = binding.JITLibraryBuilder().add_object_img(image).add_current_process().export_symbol("kernel")
+        tracker = library.link(_linker(), key)
+        _loaded[key] = (tracker, tracker["kernel"])
+    return _loaded[key][1]
+
+
+def _compile(name: str, code: str) -> bytes:
+    from llvmlite import binding
+
+    begin = time.perf_counter()
+    target = _target()
+    module = binding.parse_assembly(code)
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=3)
+    builder = binding.create_pass_builder(target, options)
+    builder.getModulePassManager().run(module, builder)
+    image = target.emit_object(module)
+    _log.info("compiled %s in %.2f s; it is kept for next time", name, time.perf_counter() - begin)
+    return image
+
+
+def _folder() -> Path:
+    own = os.environ.get("LOOPFOLD_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(own) if own else base / "loopfold"
+
+
+def _read(key: str) -> bytes | None:
+    try:
+        data = (_folder() / f"{key}.kernel").read_bytes()
+    except OSError:
+        return None
+    image, digest = data[:-32], data[-32:]
+    return image if hashlib.sha256(image).digest() == digest else None  # a torn file is compiled anew
+
+
+def _write(key: str, image: bytes) -> None:
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(image + hashlib.sha256(image).digest())
+        os.replace(file.name, folder / f"{key}.kernel")
+    except OSError as error:
+        _log.warning("compiled kernels cannot be kept in %s: %s", _folder(), error)

@@ -1,0 +1,370 @@
+"""Split a step graph at the loop: what depends on parameters alone, on x alone, on the state, and on nothing after.
+
+    once      what depends on parameters alone: computed once per call, by torch, with its own gradients
+    before    what depends on x but not on the state: computed for all τ steps at once, as one product each
+    loop      what is left: from the state before a step to the state after it
+    after     what no later step reads: computed for all τ steps at once from the states
+
+`before` and `after` run the user's own operations with the τ steps as extra batch. That is right only where every
+row stands for itself, so operations that mix the sequences of a batch are refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopfold.stepgraph.loop import Builder, Value, ordered
+from loopfold.stepgraph.rules import RULES
+from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How torch makes a tensor that the loop reads, from nodes of the step graph and other recipes."""
+
+    function: Callable[..., Tensor]
+    parts: tuple["Node | Recipe", ...]
+
+    def make(self, values: dict[Node, Any]) -> Tensor:
+        return self.function(*[p.make(values) if isinstance(p, Recipe) else values[p] for p in self.parts])
+
+    def nodes(self) -> list[Node]:
+        return [n for p in self.parts for n in (p.nodes() if isinstance(p, Recipe) else [p])]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A step graph, split. `leaves[i]` is where leaf i of the new state comes from: an emitted value, or a node."""
+
+    graph: StepGraph
+    builder: Builder
+    constants: tuple[Recipe, ...]  # rows [k] and matrices [k, m]
+    inputs: tuple[Recipe, ...]  # sequences [τ·batch, k]
+    widths: tuple[int, ...]  # of the inputs
+    carried: tuple[int, ...]  # the leaves of the state that some later step reads
+    emitted: tuple[Value, ...]  # the values kept for every step; the first are the carried leaves after the step
+    leaves: tuple[int | Node, ...]
+    taps: dict[Node, int]  # the nodes that the emitted values stand for
+
+    @property
+    def next(self) -> tuple[Value, ...]:
+        """The carried leaves of the state after the step."""
+        return self.emitted[: len(self.carried)]
+
+    def run(self, nodes: list[Node], values: dict[Node, Any], rows: int) -> None:
+        """Run operations of the step graph by torch, with `rows` in place of the batch size."""
+        for node in self.graph.operations:
+            if node not in values and node in nodes:
+                values[node] = _apply(node, values, rows)
+
+
+def hoist(graph: StepGraph) -> Loop:
+    """Split `graph` at its loop, or say why that cannot be done."""
+    return _Hoist(graph).split()
+
+
+def needed_for(roots: list[Node], given: dict[Node, Any] | set[Node]) -> list[Node]:
+    """The nodes that must run to have `roots`, when `given` are there."""
+    seen: dict[Node, None] = {}
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in seen and node not in given:
+            seen[node] = None
+            todo += node.inputs()
+    return list(seen)
+
+
+def _apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
+    def real(a: Any) -> Any:
+        if isinstance(a, Node):
+            return values[a]
+        if isinstance(a, tuple):
+            return [real(v) for v in a]
+        return rows if a is BATCH else a
+
+    if node.op == "getitem":
+        return values[node.args[0]][node.args[1]]
+    assert node.target is not None
+    return node.target(*map(real, node.args), **{k: real(v) for k, v in node.kwargs.items()})
+
+
+class _Hoist:
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.builder = _Sums(self)
+        self.constants: list[Recipe] = []
+        self.inputs: list[Recipe] = []
+        self.widths: list[int] = []
+        self.leaf_of: dict[Any, Value] = {}
+        self.value_of: dict[Node, Any] = {}
+        self.depends = self._dependence()
+
+    def _dependence(self) -> dict[Node, str]:
+        """Each node as `once`, `before` or `state`: the most that anything it reads depends on."""
+        found: dict[Node, str] = {p: "once" for p in self.graph.parameters.values()}
+        found |= {s: "state" for s in self.graph.state}
+        if self.graph.x is not None:
+            found[self.graph.x] = "before"
+        for node in self.graph.operations:
+            reads = {found[n] for n in node.inputs()}
+            if "state" in reads:
+                found[node] = "state"
+            else:
+                sized = BATCH in node.shape or "before" in reads
+                found[node] = "before" if sized else "once"
+        return found
+
+    def split(self) -> Loop:
+        graph = self.graph
+        for node in graph.operations:
+            if self.depends[node] != "once":
+                check_rowwise(node)
+        for leaf in graph.state:
+            if len(leaf.shape) != 2:
+                raise Refusal(f"its state {leaf.name} has {len(leaf.shape)} dimensions; a kernel needs [batch, n].")
+        dtypes = {leaf.dtype for leaf in graph.state}
+        if len(dtypes) > 1:
+            raise Refusal(f"its state mixes {', '.join(map(str, dtypes))}.")
+
+        everything = set(needed_for(list(graph.outputs), set()))
+        carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
+        in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
+        for node in graph.operations:
+            if node in in_loop and self.depends[node] == "state":
+                self.value_of[node] = self._value(node)
+
+        emitted: list[Value] = []
+        taps: dict[Node, int] = {}
+
+        def emit(node: Node) -> int:
+            value = self._as_row(node)
+            if value not in emitted:
+                emitted.append(value)
+            taps[node] = emitted.index(value)
+            return taps[node]
+
+        for i in carried:
+            emitted.append(self._as_row(graph.outputs[i]))
+            taps[graph.outputs[i]] = len(emitted) - 1
+        leaves: list[int | Node] = []
+        for i, output in enumerate(graph.outputs):
+            if i in carried:
+                leaves.append(carried.index(i))
+            else:
+                from_loop = output in in_loop and self.depends[output] == "state"
+                leaves.append(emit(output) if from_loop else output)
+        for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
+            for read in node.inputs():  # what runs after the loop may read values from inside it
+                if read in self.value_of and read not in taps:
+                    emit(read)
+        return self._without_unused(carried, tuple(emitted), tuple(leaves), taps)
+
+    def _without_unused(
+        self,
+        carried: tuple[int, ...],
+        emitted: tuple[Value, ...],
+        leaves: tuple[int | Node, ...],
+        taps: dict[Node, int],
+    ) -> Loop:
+        """Number constants and inputs anew, leaving out those that a rewriting made superfluous."""
+        order = ordered(emitted)
+        used_constants = sorted({_constant(v) for v in order if v.op in ("constant", "matmul")})
+        used_inputs = sorted({v.index for v in order if v.op == "input"})
+        builder, new = Builder(), {}
+        for v in order:
+            index = v.index
+            if v.op == "matmul":
+                index = (used_constants.index(v.index[0]), v.index[1])
+            elif v.op == "constant":
+                index = used_constants.index(v.index)
+            elif v.op == "input":
+                index = used_inputs.index(v.index)
+            new[v] = builder.make(v.op, *[new[a] for a in v.args], width=v.width, index=index)
+        return Loop(
+            self.graph,
+            builder,
+            tuple(self.constants[i] for i in used_constants),
+            tuple(self.inputs[i] for i in used_inputs),
+            tuple(self.widths[i] for i in used_inputs),
+            carried,
+            tuple(new[v] for v in emitted),
+            leaves,
+            taps,
+        )
+
+    # ---- nodes as values of the loop
+
+    def _as_row(self, node: Node) -> Value:
+        """A node as a row of its full width."""
+        if len(node.shape) != 2 or node.shape[0] is not BATCH:
+            raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
+        return self.builder.expand(self._argument(node), node.shape[1])
+
+    def _value(self, node: Node) -> Any:
+        kind = self.depends[node]
+        if node in self.graph.state:
+            return self.builder.make("state", width=node.shape[1], index=self.graph.state.index(node))
+        if kind == "once":
+            return node  # a rule asks for it as a row or as a matrix
+        if kind == "before":
+            return self.input_node(node)
+        rule = RULES.get(node.op)
+        if rule is None:
+            raise Refusal(f"aten.{node.op} has no kernel.")
+        return rule(self, node, *[self._argument(a) for a in node.args], **dict(node.kwargs))
+
+    def _argument(self, a: Any) -> Any:
+        if isinstance(a, Node):
+            return self.value_of[a] if a in self.value_of else self._value(a)
+        return tuple(self._argument(v) for v in a) if isinstance(a, tuple) else a
+
+    # ---- what the loop reads from outside
+
+    def row(self, a: Any) -> Value:
+        """An argument of a pointwise operation as a row: a value, a number, or something computed once."""
+        if isinstance(a, Value):
+            return a
+        if not isinstance(a, Node):
+            return self.builder.number(a)
+        if len(a.shape) > 2 or (len(a.shape) == 2 and a.shape[0] != 1):
+            raise Refusal(f"{a.name} has shape {a.shape}; beside rows [batch, n] a kernel needs [n] or one number.")
+        width = a.shape[-1] if a.shape else 1
+        return self.constant(Recipe(lambda t: t.reshape(-1), (a,)), width, ("row", a))
+
+    def constant(self, recipe: Recipe, width: int, key: Any) -> Value:
+        if key not in self.leaf_of:
+            self.constants.append(recipe)
+            self.leaf_of[key] = self.builder.make("constant", width=width, index=len(self.constants) - 1)
+        return self.leaf_of[key]
+
+    def matmul(self, v: Value, matrix: Node, start: int = 0) -> Value:
+        """`v @ matrix`. Where v is several rows side by side, each is multiplied by its own part of the matrix."""
+        if v.op == "cat":
+            terms = []
+            for part in v.args:
+                terms.append(self.matmul(part, matrix, start))
+                start += part.width
+            return self.builder.total(terms)
+        stop = start + v.width
+        whole = v.width == matrix.shape[0]
+        recipe = Recipe((lambda m: m) if whole else (lambda m: m[start:stop]), (matrix,))
+        if v.op == "input":
+            x = self.inputs[v.index]
+            product = Recipe(torch.mm, (x, recipe))
+            return self.input(product, matrix.shape[1], (v, matrix, start))
+        index = self.constant(recipe, v.width, ("matrix", matrix, start)).index
+        return self.builder.make("matmul", v, width=matrix.shape[1], index=(index, False))
+
+    def input_node(self, node: Node) -> Value:
+        """A node that depends on x alone, as a sequence; parts of a node are cut from the whole."""
+        cut = _cut_of(node)
+        if cut is not None:
+            parent, start = cut
+            return self.builder.slice(self.input_node(parent), start, node.shape[1])
+        if len(node.shape) > 2:
+            raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
+        width = node.shape[1] if len(node.shape) == 2 else 1
+        return self.input(Recipe(lambda t: t.reshape(len(t), -1), (node,)), width, node)
+
+    def input(self, recipe: Recipe, width: int, key: Any) -> Value:
+        if key not in self.leaf_of:
+            self.inputs.append(recipe)
+            self.widths.append(width)
+            self.leaf_of[key] = self.builder.make("input", width=width, index=len(self.inputs) - 1)
+        return self.leaf_of[key]
+
+
+class _Sums(Builder):
+    """A builder that collects, in every sum, the terms that do not need the state, and adds them up before the loop."""
+
+    def __init__(self, hoist: _Hoist) -> None:
+        super().__init__()
+        self.hoist = hoist
+
+    def make(self, op: str, *args: Value, width: int | None = None, index: Any = None) -> Value:
+        if op == "add":
+            terms = [t for a in args for t in _terms(a)]
+            free = [t for t in terms if t.op in ("input", "constant")]
+            sized = max((t.width for t in free), default=1)
+            if len(free) > 1 and any(t.op == "input" for t in free) and all(t.width in (1, sized) for t in free):
+                rest = [t for t in terms if t not in free]
+                return self.total([*rest, self._sum(free)]) if rest else self._sum(free)
+        return super().make(op, *args, width=width, index=index)
+
+    def _sum(self, terms: list[Value]) -> Value:
+        recipes = [(self.hoist.inputs if t.op == "input" else self.hoist.constants)[t.index] for t in terms]
+        width = max(t.width for t in terms)
+        return self.hoist.input(Recipe(lambda *parts: sum(parts[1:], parts[0]), tuple(recipes)), width, tuple(terms))
+
+
+def _terms(v: Value) -> list[Value]:
+    return [t for a in v.args for t in _terms(a)] if v.op == "add" else [v]
+
+
+def _constant(v: Value) -> int:
+    return v.index[0] if v.op == "matmul" else v.index
+
+
+def _cut_of(node: Node) -> tuple[Node, int] | None:
+    """(whole, start) where `node` is a part of the features of another node."""
+    if len(node.shape) != 2:
+        return None
+    if node.op == "getitem" and node.args[0].op in ("split", "split_with_sizes"):
+        whole, sizes, *dim = node.args[0].args
+        if (dim or [0])[0] not in (-1, 1) or len(whole.shape) != 2:
+            return None
+        return whole, node.args[1] * sizes if isinstance(sizes, int) else sum(sizes[: node.args[1]])
+    if node.op == "slice" and len(node.args) >= 3 and node.args[1] in (-1, 1) and node.args[4:] in ((), (1,)):
+        return node.args[0], _wrap(node.args[2] or 0, node.args[0].shape[1])
+    return None
+
+
+def _wrap(start: int, size: int) -> int:
+    return start + size if start < 0 else start
+
+
+# ------------------------------------------------------------------ does every row stand for itself?
+
+
+_ALONG_A_DIMENSION = {  # operation: where its dimension stands among the arguments
+    **{"split": 2, "split_with_sizes": 2, "slice": 1, "cat": 1, "stack": 1, "select": 1, "unsqueeze": 1},
+    **{"_softmax": 1, "_log_softmax": 1, "cumsum": 1, "sum": 1, "mean": 1, "amax": 1, "amin": 1, "unbind": 1},
+    **{"linalg_vector_norm": 2, "squeeze": 1, "argmax": 1},
+}
+_SAME_FIRST = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "zeros_like", "ones_like"}
+_SAME_FIRST |= {"full_like", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "_to_copy"}
+
+
+def check_rowwise(node: Node) -> None:
+    """Refuse an operation that may mix the sequences of a batch, or that is not known to keep them apart."""
+    reads = [n for n in node.inputs() if BATCH in n.shape]
+    rank = len(node.shape)
+    fine = False
+    if node.op == "getitem":
+        fine = True
+    elif node.target is not None and torch.Tag.pointwise in node.target.tags:
+        fine = all(len(n.shape) == rank and n.shape[0] is BATCH for n in reads) and not any(
+            n not in reads and len(n.shape) == rank and n.shape[0] != 1 for n in node.inputs()
+        )
+    elif node.op == "mm":
+        fine = node.args[0] in reads and node.args[1] not in reads
+    elif node.op == "addmm":
+        fine = node.args[1] in reads and node.args[2] not in reads and len(node.args[0].shape) < 2
+    elif node.op == "native_layer_norm":
+        fine = BATCH not in node.args[1]
+    elif node.op == "embedding":
+        fine = node.args[0] not in reads
+    elif node.op in _ALONG_A_DIMENSION:
+        first = reads[0] if reads else node
+        size = len(first.shape) + (node.op in ("unsqueeze", "stack"))
+        dims = node.args[_ALONG_A_DIMENSION[node.op] :][:1] or (0,)
+        dims = dims[0] if isinstance(dims[0], tuple) else dims
+        fine = bool(dims) and all(d is not None and d % size != 0 for d in dims)
+    elif node.op in _SAME_FIRST:
+        fine = all(n.shape and n.shape[0] is BATCH for n in (*reads, node))
+    if not fine:
+        raise Refusal(f"aten.{node.op} ({node.name}) is not known to keep the sequences of a batch apart.")

@@ -1,0 +1,169 @@
+"""The loop's own small language: rows of features, and some forty operations on them.
+
+What is left inside the loop after hoisting is written in it, and so is the reverse step. A value is one row per
+sequence, `width` features long; a width of 1 broadcasts. Engines need to know these operations and no others.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from loopfold.stepgraph.trace import Refusal
+
+UNARY = {
+    *("neg", "tanh", "sigmoid", "relu", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal"),
+    *("abs", "sign", "sin", "cos", "erf", "pow", "expand", "not", "detach"),
+}  # pow has its exponent as index; expand repeats a width of 1
+COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+BINARY = {"add", "sub", "mul", "div", "maximum", "minimum", "and", "or", *COMPARISONS}
+POINTWISE = UNARY | BINARY | {"where"}
+REDUCTIONS = {"sum", "amax", "amin"}
+LEAVES = {"number", "constant", "input", "state", "carry", "incoming"}
+# number     the index itself                      state      leaf i of the state before this step
+# constant   row i of what is computed once        carry      ∇state(t), leaf i, from the steps after t
+# input      sequence i, computed before the loop  incoming   ∇ of emitted value i at this step, from outside the loop
+# matmul     index (i, transposed): a product with matrix i of what is computed once
+# slice      index is where it starts              cat        its arguments side by side
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One operation on rows. Equal operations on equal values are the same object (see `Builder`)."""
+
+    op: str
+    args: tuple["Value", ...]
+    width: int
+    index: Any = None
+
+    @property
+    def is_bool(self) -> bool:
+        return self.op in COMPARISONS or self.op in ("and", "or", "not")
+
+
+class Builder:
+    """Makes values; the same value asked for twice is made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Value] = {}
+
+    def make(self, op: str, *args: Value, width: int | None = None, index: Any = None) -> Value:
+        if width is None:
+            width = max(a.width for a in args)
+        if op in POINTWISE and any(a.width not in (1, width) for a in args):
+            raise Refusal(f"{op} of rows of {', '.join(str(a.width) for a in args)} features.")
+        key = (op, tuple(map(id, args)), width, index)
+        if key not in self._made:
+            self._made[key] = Value(op, args, width, index)
+        return self._made[key]
+
+    def number(self, value: float) -> Value:
+        return self.make("number", width=1, index=float(value))
+
+    def value(self, v: Value | float) -> Value:
+        return v if isinstance(v, Value) else self.number(v)
+
+    def add(self, a: Value | float, b: Value | float) -> Value:
+        a, b = self.value(a), self.value(b)
+        if _is_number(a, 0) and b.width >= a.width:
+            return b
+        if _is_number(b, 0) and a.width >= b.width:
+            return a
+        return self.make("add", a, b)
+
+    def sub(self, a: Value | float, b: Value | float) -> Value:
+        return self.make("sub", self.value(a), self.value(b))
+
+    def mul(self, a: Value | float, b: Value | float) -> Value:
+        a, b = self.value(a), self.value(b)
+        if _is_number(a, 1):
+            return b
+        return a if _is_number(b, 1) else self.make("mul", a, b)
+
+    def div(self, a: Value | float, b: Value | float) -> Value:
+        return self.make("div", self.value(a), self.value(b))
+
+    def where(self, c: Value, a: Value | float, b: Value | float) -> Value:
+        return self.make("where", c, self.value(a), self.value(b))
+
+    def expand(self, v: Value, width: int) -> Value:
+        return v if v.width == width else self.make("expand", v, width=width)
+
+    def total(self, values: Iterable[Value]) -> Value:
+        first, *rest = values
+        for v in rest:
+            first = self.add(first, v)
+        return first
+
+    def slice(self, v: Value, start: int, width: int) -> Value:
+        """Part of a row. It moves through pointwise operations, so that only leaves and products are cut."""
+        if width == v.width:
+            return v
+        if v.op == "slice":
+            return self.slice(v.args[0], v.index + start, width)
+        if v.op in POINTWISE:
+            parts = [a if a.width == 1 else self.slice(a, start, width) for a in v.args]
+            return self.make(v.op, *parts, width=width, index=v.index)
+        if v.op == "cat":
+            begin, pieces = 0, []
+            for part in v.args:
+                low, high = max(start, begin), min(start + width, begin + part.width)
+                if low < high:
+                    pieces.append(self.slice(part, low - begin, high - low))
+                begin += part.width
+            return self.cat(pieces)
+        return self.make("slice", v, width=width, index=start)
+
+    def cat(self, parts: Iterable[Value]) -> Value:
+        """Rows side by side; neighbours cut from one row grow together again."""
+        joined: list[Value] = []
+        for part in (p for part in parts for p in (part.args if part.op == "cat" else (part,))):
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and last.op == part.op == "slice"
+                and last.args == part.args
+                and last.index + last.width == part.index
+            ):
+                joined[-1] = self.slice(last.args[0], last.index, last.width + part.width)
+            else:
+                joined.append(part)
+        return joined[0] if len(joined) == 1 else self.make("cat", *joined, width=sum(p.width for p in joined))
+
+
+def _is_number(v: Value, number: float) -> bool:
+    return v.op == "number" and v.index == number
+
+
+def ordered(roots: Iterable[Value], stop: Iterable[Value] = ()) -> list[Value]:
+    """Every value that the roots need, arguments first; what stands in `stop` is taken as given."""
+    given, seen, order = set(stop), set(), []
+
+    def visit(v: Value) -> None:
+        todo = [(v, False)]
+        while todo:
+            value, done = todo.pop()
+            if done:
+                order.append(value)
+            elif value not in seen:
+                seen.add(value)
+                todo.append((value, True))
+                if value not in given:
+                    todo += [(a, False) for a in reversed(value.args)]
+
+    for root in roots:
+        visit(root)
+    return order
+
+
+def show(v: Value, names: dict[Value, str]) -> str:
+    """One value in words, its arguments by name."""
+    if v.op == "number":
+        return f"{v.index:g}"
+    arguments = [names.get(a) or show(a, names) for a in v.args]
+    if v.op == "matmul":
+        return f"{arguments[0]} @ M{v.index[0]}{'ᵀ' if v.index[1] else ''}"
+    if v.op == "slice":
+        return f"{arguments[0]}[{v.index}:{v.index + v.width}]"
+    if v.op in LEAVES:
+        return f"{v.op}{v.index}"
+    return f"{v.op}({', '.join(arguments)}{'' if v.index is None else f', {v.index}'})"

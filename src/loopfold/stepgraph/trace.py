@@ -1,0 +1,357 @@
+"""Trace a step into a graph of tensor operations, with the user's own names and a free batch size."""
+
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loopfold.transitions import State, Step, leaves, name_of, rebuild, zero_state
+
+
+class Refusal(Exception):
+    """Why a step cannot be compiled, in words. The engines pass it on; it never means a wrong result."""
+
+
+class _Batch:
+    def __repr__(self) -> str:
+        return "batch"
+
+
+BATCH = _Batch()  # stands for the batch size in shapes and arguments, which is free
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One value of the step: a leaf (`parameter`, `state`, `x`), an operation of torch, or a part of its results."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[Any, ...] = ()
+    dtype: torch.dtype | None = None
+    target: OpOverload | None = None
+
+    def inputs(self) -> list["Node"]:
+        """The nodes that this one reads, in order."""
+        return list(_nodes_in((*self.args, *self.kwargs.values())))
+
+    def __str__(self) -> str:
+        arguments = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs.items()]
+        shape = f"  [{', '.join(map(str, self.shape))}]" if self.dtype else ""  # several results: shown by their parts
+        return f"{self.name} = {self.op}({', '.join(arguments)}){shape}"
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """A step as plain data: what it reads, what it does, and what state it returns. `print` shows it."""
+
+    name: str
+    parameters: dict[str, Node]  # parameters and buffers, under the user's own names
+    state: tuple[Node, ...]  # the leaves of the state that goes in
+    x: Node | None
+    operations: tuple[Node, ...]  # in the order in which they run
+    outputs: tuple[Node, ...]  # the leaves of the state that comes out
+    structure: State  # the state that comes out, with indices into `outputs` for leaves
+
+    def __str__(self) -> str:
+        def leaf(node: Node) -> str:
+            return f"{node.name} [{', '.join(map(str, node.shape))}]"
+
+        reads = [leaf(n) for n in (*self.state, *([self.x] if self.x else []))]
+        lines = [f"{self.name}({', '.join(reads)})"]
+        lines += [f"  parameters: {', '.join(leaf(p) for p in self.parameters.values())}"] if self.parameters else []
+        lines += [f"  {node}" for node in self.operations]
+        lines += [f"  return {', '.join(n.name for n in self.outputs)}"]
+        return "\n".join(lines)
+
+
+def step_graph(f: Step, x0: Tensor | None = None, state: State | None = None) -> StepGraph:
+    """The graph of one step of `f` on `x0 [batch, n_in]`, from `state` (zeros by default).
+
+    >>> from loopfold import Elman
+    >>> print(step_graph(Elman(3, 5), torch.zeros(1, 3)))
+    Elman(h [batch, 5], x [batch, 3])
+      parameters: U [5, 3], W [5, 5], b [5]
+      permute = permute(W, (1, 0))  [5, 5]
+      mm = mm(h, permute)  [batch, 5]
+      add = add(b, mm)  [batch, 5]
+      permute_1 = permute(U, (1, 0))  [3, 5]
+      mm_1 = mm(x, permute_1)  [batch, 5]
+      add_1 = add(add, mm_1)  [batch, 5]
+      tanh = tanh(add_1)  [batch, 5]
+      return tanh
+    """
+    if state is None:
+        if x0 is None:
+            raise ValueError("step_graph needs an example input x0 [batch, n_in], or a state for a step without input.")
+        own = getattr(f, "initial_state", None)
+        state = zero_state(f, x0.shape[0], x0) if own is None else own(x0.shape[0])
+    try:
+        return trace(f, x0, state)
+    except Refusal as reason:
+        raise ValueError(f"{name_of(f)} cannot be traced: {reason}") from reason
+
+
+def trace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
+    """Trace `f` at two batch sizes; what differs between the traces, and only that, is the batch size."""
+    _check_traceable(f)
+    tensors = _tensors_of(f)
+    taken = {size for t in (*tensors.values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
+    first, second = [p for p in range(1009, 1100, 2) if p not in taken][:2]
+    return _merge(_record(f, x0, state, first), _record(f, x0, state, second), first, second)
+
+
+# ------------------------------------------------------------------ recording
+
+
+def _tensors_of(f: Step) -> dict[str, Tensor]:
+    return {**dict(f.named_parameters()), **dict(f.named_buffers())} if isinstance(f, nn.Module) else {}
+
+
+def _check_traceable(f: Step) -> None:
+    if isinstance(f, nn.Module):
+        for part in f.modules():
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                raise Refusal(f"{name_of(part)} has hooks, which a compiled step would not call.")
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every operation. Values are known by the identity of their tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.known: dict[int, tuple[Node, Tensor]] = {}  # the tensor is held, so that its id stays its own
+        self.names: dict[str, int] = {}
+
+    def leaf(self, op: str, name: str, tensor: Tensor) -> Node:
+        node = Node(self._fresh(name), op, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        self.known[id(tensor)] = (node, tensor)
+        return node
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return func(*args, **kwargs)
+        op = func._schema.name.removeprefix("aten::")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Refusal(f"it draws random numbers (aten.{op}), which differ at every step.")
+        if func._schema.is_mutable:
+            raise Refusal(f"it updates a tensor in place (aten.{op}). Write a new tensor instead.")
+        if not torch.is_grad_enabled():
+            raise Refusal("it switches gradients off (torch.no_grad). Use .detach() on the value instead.")
+        result = func(*args, **kwargs)
+        inputs = tuple(self._lookup(a) for a in args), {k: self._lookup(v) for k, v in kwargs.items()}
+        self._record(op, func, inputs, result)
+        return result
+
+    def _record(self, op: str, func: OpOverload, inputs: tuple[Any, Any], result: Any) -> None:
+        args, kwargs = inputs
+        name = op.strip("_").removeprefix("native_")
+        if isinstance(result, Tensor):
+            if id(result) not in self.known:  # an operation may give back its own input
+                self._add(Node(self._fresh(name), op, args, kwargs, tuple(result.shape), result.dtype, func), result)
+            return
+        whole = Node(self._fresh(name), op, args, kwargs, target=func)
+        self.nodes.append(whole)
+        for i, part in enumerate(result):
+            if isinstance(part, Tensor):
+                self._add(
+                    Node(self._fresh(f"{whole.name}.{i}"), "getitem", (whole, i), {}, tuple(part.shape), part.dtype),
+                    part,
+                )
+
+    def _add(self, node: Node, tensor: Tensor) -> None:
+        self.nodes.append(node)
+        self.known[id(tensor)] = (node, tensor)
+
+    def _lookup(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self.known:
+                raise Refusal(
+                    "it reads a tensor that is neither its parameter nor its buffer. "
+                    "Register it: self.register_buffer(name, tensor)."
+                )
+            return self.known[id(value)][0]
+        if isinstance(value, list | tuple):
+            return tuple(self._lookup(v) for v in value)
+        return value
+
+    def _fresh(self, name: str) -> str:
+        count = self.names.get(name, 0)
+        self.names[name] = count + 1
+        return f"{name}_{count}" if count else name
+
+
+def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
+    fake, recorder = FakeTensorMode(), _Recorder()
+
+    def blank(like: Tensor, *shape: int) -> Tensor:
+        with fake:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    fakes = {name: blank(t, *t.shape) for name, t in _tensors_of(f).items()}
+    inputs = [blank(leaf, batch, *leaf.shape[1:]) for leaf in leaves(state)]
+    x = None if x0 is None else blank(x0, batch, *x0.shape[1:])
+    state_nodes = tuple(recorder.leaf("state", k, t) for k, t in zip(_state_names(f, state), inputs, strict=True))
+    x_node = None if x is None else recorder.leaf("x", "x", x)
+    parameters = {name: recorder.leaf("parameter", name, t) for name, t in fakes.items()}
+    arguments = (rebuild(state, inputs), *([] if x is None else [x]))
+    # gradients stay on, so that torch.no_grad() inside the step is seen; the fake tensors themselves need none
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake, recorder:
+        try:
+            if isinstance(f, nn.Module):
+                new = torch.func.functional_call(f, fakes, arguments)
+            else:
+                new = f(*arguments)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise Refusal(f"it decides by the values of a tensor ({error.func}). Use torch.where.") from error
+        except AssertionError as error:  # what FakeTensorMode raises on a real tensor among the fake
+            raise Refusal(
+                "it reads a tensor that is neither its parameter nor its buffer. "
+                "Register it: self.register_buffer(name, tensor)."
+            ) from error
+        except RuntimeError as error:
+            raise Refusal(f"its trace failed: {error}") from error
+        outputs = tuple(recorder._lookup(leaf) for leaf in leaves(new))
+    if [o.shape for o in outputs] != [s.shape for s in state_nodes]:
+        raise Refusal("it returns a state of another structure or size than it was given.")
+    indices = rebuild(new, [torch.tensor(i) for i in range(len(outputs))])
+    return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, indices)
+
+
+def _state_names(f: Step, state: State) -> list[str]:
+    """The names that a reader knows: the fields of a NamedTuple, or the name of the step's first argument."""
+    if isinstance(state, tuple):
+        fields = getattr(state, "_fields", None) or [f"state{i}" for i in range(len(state))]
+        if len(fields) == len(leaves(state)):
+            return list(fields)
+        return [f"state{i}" for i in range(len(leaves(state)))]
+    try:
+        return [next(iter(inspect.signature(f.forward if isinstance(f, nn.Module) else f).parameters))]
+    except (ValueError, StopIteration):
+        return ["state"]
+
+
+# ------------------------------------------------------------------ what differs between two batch sizes
+
+
+def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
+    """The graph with BATCH wherever `one` has its batch size and `two` has its own."""
+    new: dict[int, Node] = {}
+
+    def merged(a: Any, b: Any) -> Any:
+        if isinstance(a, Node):
+            if not isinstance(b, Node) or a.name != b.name:
+                raise Refusal("it does different things at different batch sizes.")
+            return new[id(a)]
+        if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+            return tuple(merged(p, q) for p, q in zip(a, b, strict=True))
+        if type(a) is int and type(b) is int and (a, b) == (first, second):
+            return BATCH
+        if type(a) is not type(b) or (a != b and not (a is b)):
+            raise Refusal(f"it computes with the batch size itself, or changes from call to call ({a!r}, then {b!r}).")
+        return a
+
+    def merge_node(a: Node, b: Node) -> Node:
+        if (a.op, a.name, a.kwargs.keys()) != (b.op, b.name, b.kwargs.keys()):
+            raise Refusal("it does different things at different batch sizes.")
+        args, shape = merged(a.args, b.args), merged(a.shape, b.shape)
+        if BATCH in args and a.target is not None and torch.Tag.pointwise in a.target.tags:
+            raise Refusal(f"it computes with the batch size itself (in aten.{a.op}).")
+        kwargs = {k: merged(v, b.kwargs[k]) for k, v in a.kwargs.items()}
+        new[id(a)] = Node(a.name, a.op, args, kwargs, shape, a.dtype, a.target)
+        return new[id(a)]
+
+    if len(one.operations) != len(two.operations):
+        raise Refusal("it does different things at different batch sizes.")
+    parameters = {k: merge_node(p, two.parameters[k]) for k, p in one.parameters.items()}
+    state = tuple(merge_node(a, b) for a, b in zip(one.state, two.state, strict=True))
+    x = merge_node(one.x, two.x) if one.x is not None and two.x is not None else None
+    operations = tuple(merge_node(a, b) for a, b in zip(one.operations, two.operations, strict=True))
+    needed = _needed([new[id(o)] for o in one.outputs])
+    return StepGraph(
+        one.name,
+        parameters,
+        state,
+        x,
+        tuple(n for n in operations if n in needed),
+        tuple(merged(one.outputs, two.outputs)),
+        one.structure,
+    )
+
+
+def _needed(roots: list[Node]) -> set[Node]:
+    seen: set[Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.inputs()
+    return seen
+
+
+def _nodes_in(values: Any) -> Iterator[Node]:
+    for value in values:
+        if isinstance(value, Node):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _nodes_in(value)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_show, value))})"
+    return str(value)
+
+
+# ------------------------------------------------------------------ is an old trace still true?
+
+
+def fingerprint(f: Step) -> tuple[Any, ...]:
+    """Everything that a trace has fixed besides the tensors: numbers, flags and functions that the step holds."""
+    parts = list(f.modules()) if isinstance(f, nn.Module) else [f]
+    return tuple(item for part in parts for item in _held(part))
+
+
+_SIMPLE = (int, float, bool, str, type(None), torch.dtype)
+
+
+def _held(part: Any) -> Iterator[Any]:
+    for key, value in vars(part).items() if isinstance(part, nn.Module) else ():
+        if isinstance(value, _SIMPLE):
+            yield key, value
+        elif callable(value):
+            yield key, id(value)
+        elif isinstance(value, tuple) and all(isinstance(v, _SIMPLE) for v in value):
+            yield key, value
+    if isinstance(part, nn.Module):
+        hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+        yield any(hooks)
+    function: Any = type(part).forward if isinstance(part, nn.Module) else part
+    if isinstance(function, types.FunctionType):
+        yield from _outside_numbers(function)
+
+
+def _outside_numbers(function: types.FunctionType) -> Iterator[Any]:
+    """Numbers that the code reads from its closure or its module, which may be other ones at the next call."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, _SIMPLE):
+            yield name, value
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        yield value if isinstance(value, _SIMPLE) else id(value)

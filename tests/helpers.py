@@ -1,0 +1,86 @@
+"""Shared by the tests: data in float64, gradients by name, and cells as a user would write them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import loopfold as lf
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def assert_same(came: Any, needed: Any, tolerance: float = 1e-11) -> None:
+    """Tensors, or tuples, lists or dicts of them, equal up to rounding in float64."""
+    torch.testing.assert_close(came, needed, rtol=tolerance, atol=tolerance)
+
+
+def gradients(loss: Tensor, of: nn.Module | Mapping[str, Tensor], **inputs: Tensor) -> dict[str, Tensor]:
+    """The gradient of `loss` with respect to every parameter and every input, by name; zeros where unused."""
+    wanted = {**(dict(of.named_parameters()) if isinstance(of, nn.Module) else of), **inputs}
+    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+class TwoMatrices(nn.Module):
+    """A cell as a user writes it: a plain module, nothing of ours."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(n, n) / n**0.5)
+        self.B = nn.Parameter(torch.randn(n, n_in) / n_in**0.5)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * h + torch.sin(h @ self.A.T + x @ self.B.T)
+
+
+class Memory(NamedTuple):
+    fast: Tensor
+    slow: Tensor
+
+
+class FastAndSlow(lf.Transition):
+    """A cell with a NamedTuple for a state."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(n, n) / n**0.5)
+        self.B = nn.Parameter(torch.randn(n, n_in) / n_in**0.5)
+
+    def forward(self, state: Memory, x: Tensor) -> Memory:
+        fast = torch.tanh(state.slow @ self.A.T + x @ self.B.T)
+        return Memory(fast, 0.9 * state.slow + 0.1 * fast)
+
+
+class LearnedStart(lf.Transition):
+    """A cell whose h(0) is a parameter."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.step = lf.Elman(n_in, n)
+        self.h0 = nn.Parameter(torch.randn(n))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.h0.expand(batch, -1)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.step(h, x)
+
+
+def cells(n_in: int, n: int) -> dict[str, nn.Module]:
+    """One of every kind of transition, in float64."""
+    return {
+        "Elman": lf.Elman(n_in, n).double(),
+        "LSTM": lf.LSTM(n_in, n).double(),
+        "GRU": lf.GRU(n_in, n).double(),
+        "LayerNormLSTM": lf.LayerNormLSTM(n_in, n).double(),
+        "TwoMatrices": TwoMatrices(n_in, n).double(),
+        "FastAndSlow": FastAndSlow(n_in, n).double(),
+        "LearnedStart": LearnedStart(n_in, n).double(),
+    }
+
+
+CELLS = ["Elman", "LSTM", "GRU", "LayerNormLSTM", "TwoMatrices", "FastAndSlow", "LearnedStart"]
