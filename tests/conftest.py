@@ -6,8 +6,17 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("loopfold", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("loopfold", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("loopfold")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules whose tensors are tiny: a second thread only waits for the first, and for long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

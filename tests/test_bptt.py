@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import loopfold as lf
 from loopfold.transitions import zero_state
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
 sizes = st.integers(1, 3)
 
@@ -62,7 +63,7 @@ def test_the_finite_difference_is_good_to_nine_digits() -> None:
 
 
 @given(tau=st.integers(1, 5), batch=sizes, n_in=sizes, n=sizes, k=st.integers(2, 4), from_zero=st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=30)
 def test_by_hand_by_autograd_and_by_finite_differences(
     tau: int, batch: int, n_in: int, n: int, k: int, from_zero: bool
 ) -> None:
@@ -157,6 +158,9 @@ def assert_shares_are_those_of_copies(model: Any, x: Tensor, y: Tensor, used: di
     for path, steps in used.items():
         parent, _, child = path.rpartition(".")
         setattr(copied.get_submodule(parent), child, Copies(model.get_submodule(path), steps))
+    for part in copied.modules():
+        if isinstance(part, lf.Recurrent):
+            part.engine = lf.Sequential()  # copies count their calls
     copied.loss(copied.given(x, y), y).backward()
     total = gradients(model.loss(model.given(x, y), y), model)
     for path in used:
@@ -226,30 +230,43 @@ class Dropping(lf.Transition):
         return nn.functional.dropout(self.step(h, x), 0.5)
 
 
-class Convolved(nn.Module):
+class RunningSum(nn.Module):
+    """A module that reads all steps at once, and none by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x.cumsum(0)
+
+
+class Everywhere(nn.Module):
     """Parameters in every place: over time, outside any step, of the model itself, tied, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.over_time = nn.Conv1d(6, 6, 3, padding=1)  # the steps are its channels
+        self.over_time, self.sum = nn.Conv1d(6, 6, 3, padding=1), RunningSum()  # the steps are channels
         self.embed = nn.Linear(3, 5, bias=False)
-        self.layer = lf.Recurrent(Dropping(5, 5))
-        self.again = lf.Recurrent(self.layer.cell)
+        self.layer = lf.Recurrent(Dropping(5, 5), lf.Sequential())
+        self.again = lf.Recurrent(self.layer.cell, lf.Sequential())
         self.scale = nn.Parameter(torch.randn(()))
         self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.again(self.layer(self.embed(self.over_time(x.transpose(0, 1)).transpose(0, 1))).hidden).hidden
+        x = self.sum(self.over_time(x.transpose(0, 1)).transpose(0, 1))
+        h = self.again(self.layer(self.embed(x)).hidden).hidden
         return self.scale * h @ self.embed.weight + self.frozen.sum()
 
 
 def test_shares_sum_to_the_gradient_wherever_a_parameter_is_used() -> None:
     """M16: also in a model that none of our patterns is."""
-    model, x, y = Convolved().double(), randn(6, 2, 3), randn(6, 2, 3)
+    model, x, y = Everywhere().double(), randn(6, 2, 3), randn(6, 2, 3)
     shares = assert_shares_sum_to_grad(model, lambda o, y: (o - y).square().sum(), x, y)
     assert shares["W"].shape == (6 + 6, 5, 5)  # one cell in two layers
     assert shares["embed.weight"].shape == (6, 5, 3)
-    assert shares["over_time.weight"].shape == (1, 6, 6, 3)  # no step has a share of its own in a convolution
+    assert shares["over_time.weight"].shape == (1, 6, 6, 3)  # no step has a share of its own in these two
+    assert shares["gain"].shape == (1, 3)
 
 
 class Scaled(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor
 import loopfold as lf
 from loopfold.feeding import Feeding, Outputs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
 
 

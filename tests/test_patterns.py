@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import loopfold as lf
 from loopfold.feeding import Outputs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
 
 

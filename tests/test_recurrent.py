@@ -12,6 +12,7 @@ import loopfold as lf
 from loopfold.recurrent import Recurrent
 from loopfold.transitions import leaves
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
 KINDS = {
     "RNN tanh": (nn.RNN, {"nonlinearity": "tanh"}),

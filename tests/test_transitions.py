@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import loopfold as lf
 from loopfold.transitions import describe, leaves, map_state, rebuild, zero_state
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
 
 

@@ -3,7 +3,8 @@
 The modules in the order in which data flows; each imports only from those above it.
 
     transitions    one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
-    engines        the ways to run it: base (Engine, Recurrence), sequential
+    stepgraph      the step as data: trace, loop and rules (its language), hoist, differentiate
+    engines        the ways to run it: base, sequential, compiled (what the next share), looped, native, fused_cpu, auto
     unfolding      unfold(), Unfolding
     recurrent      nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
     feeding        what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
@@ -13,7 +14,10 @@ The modules in the order in which data flows; each imports only from those above
 """
 
 from loopfold.bptt import BPTT, GradientFlow, bptt, gradient_flow, per_step_gradients, truncated_bptt
+from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.fused_cpu import FusedCPU
+from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.feeding import (
     Classes,
@@ -37,6 +41,7 @@ from loopfold.patterns import (
     VectorToSequence,
 )
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, from_torch, to_torch
+from loopfold.stepgraph.trace import StepGraph, step_graph
 from loopfold.transitions import (
     GRU,
     LSTM,
@@ -55,6 +60,7 @@ __all__ = [
     "BPTT",
     "GRU",
     "LSTM",
+    "Auto",
     "Autoencoder",
     "Bidirectional",
     "Classes",
@@ -63,10 +69,12 @@ __all__ = [
     "EncoderDecoder",
     "Engine",
     "FreeRunning",
+    "FusedCPU",
     "GradientFlow",
     "Greedy",
     "LSTMState",
     "LayerNormLSTM",
+    "Looped",
     "Orthogonal",
     "OutputRecurrence",
     "Prediction",
@@ -82,6 +90,7 @@ __all__ = [
     "SequenceToSequence",
     "Soft",
     "Stacked",
+    "StepGraph",
     "TeacherForcing",
     "Transition",
     "Unfolding",
@@ -91,6 +100,7 @@ __all__ = [
     "from_torch",
     "gradient_flow",
     "per_step_gradients",
+    "step_graph",
     "to_torch",
     "truncated_bptt",
     "unfold",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from loopfold.engines.base import Engine, Recurrence, first_step
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.hoist import Loop, hoist, needed_for
-from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.trace import Node, Refusal, StepGraph, fingerprint, trace
-from loopfold.transitions import State, Step, describe, leaves, name_of, rebuild
+from loopfold.transitions import State, leaves, rebuild
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,13 @@ class Program:
     @cached_property
     def kept(self) -> tuple[Value, ...]:
         return kept_values(self.loop)
+
+    @cached_property
+    def inputs_read(self) -> list[int]:
+        """The inputs that the reverse step reads again; the others need not be kept."""
+        reverse = self.reverse((True,) * len(self.loop.emitted))
+        order = ordered(reverse.roots(), stop=(*self.loop.emitted, *self.kept))
+        return sorted({v.index for v in order if v.op == "input"})
 
     def reverse(self, incoming: tuple[bool, ...]) -> Reverse:
         key = ("reverse", incoming)
@@ -87,21 +94,21 @@ class Call:
 # ------------------------------------------------------------------ from a step to its program, once
 
 
-_programs: "weakref.WeakKeyDictionary[Any, dict[Any, Program | Refusal]]" = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Program | Refusal]] = weakref.WeakKeyDictionary()
 
 
 def program_of(recurrence: Recurrence) -> Program:
     """The program of a step, traced at the first call and again only when something that the trace fixed has changed."""
     f, x = recurrence.f, recurrence.x
+    if not isinstance(f, nn.Module):
+        raise Refusal("it is a plain function, which may read anything anew at every call; an nn.Module is compiled.")
     known = _programs.setdefault(f, {})
-    key = (
-        fingerprint(f),
-        None if x is None else (x.shape[2:], x.dtype, x.device.type),
-        describe([])[:0].join(f"{leaf.shape[1:]}{leaf.dtype}" for leaf in leaves(recurrence.state)),
-    )
+    sizes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves(recurrence.state)]
+    key = (fingerprint(f), None if x is None else (x.shape[2:], x.dtype), *sizes)
     if key not in known:
         try:
-            first_step(recurrence)  # its checks, with their messages
+            with torch.no_grad():
+                first_step(recurrence)  # its checks, with their messages
             graph = trace(f, None if x is None else x[0], recurrence.state)
             known[key] = Program(graph, hoist(graph), {})
         except Refusal as reason:
@@ -137,12 +144,12 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     batch = start[0].shape[0]
     rows = tau * batch
 
+    assert isinstance(recurrence.f, nn.Module)
     values: dict[Node, Any] = {node: _tensor(recurrence.f, name) for name, node in graph.parameters.items()}
     if graph.x is not None:
         assert recurrence.x is not None
         values[graph.x] = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
     outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
-    inside = {*graph.state, *loop.taps}
     loop.run(needed_for([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values), values, rows)
     constants = [recipe.make(values) for recipe in loop.constants]
     widths = zip(loop.inputs, loop.widths, strict=True)
@@ -162,7 +169,6 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
                 before = torch.cat([start[i][None], emitted[k][:-1]])
                 values[graph.state[i]] = before.reshape(rows, -1)
         loop.run(needed_for(outside, values), values, rows)
-        assert inside
     results = []
     for leaf in loop.leaves:
         if isinstance(leaf, Node):
@@ -176,8 +182,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     return rebuild(graph.structure, results)
 
 
-def _tensor(f: Step, name: str) -> Tensor:
-    assert isinstance(f, nn.Module)
+def _tensor(f: nn.Module, name: str) -> Tensor:
     module, _, last = name.rpartition(".")
     return getattr(f.get_submodule(module), last)
 
@@ -186,7 +191,9 @@ class _Loop(torch.autograd.Function):
     """The loop as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, kernel: Kernel, program: Program, call: Call, *rest: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, engine: Engine, kernel: Kernel, program: Program, call: Call, *rest: Any
+    ) -> tuple[Tensor, ...]:
         n_constants, n_inputs, *tensors = rest
         constants = [t.contiguous() for t in tensors[:n_constants]]
         inputs = [t.contiguous() for t in tensors[n_constants : n_constants + n_inputs]]
@@ -195,10 +202,8 @@ class _Loop(torch.autograd.Function):
         if call.record:
             ctx.engine, ctx.kernel, ctx.program, ctx.call = engine, kernel, program, call
             ctx.counts = (n_constants, n_inputs, len(state), len(emitted))
-            needed = _inputs_read(program)
-            ctx.inputs_read = needed
-            ctx.input_like = [(t.shape, t.dtype) for t in inputs]
-            ctx.save_for_backward(*constants, *[inputs[i] for i in needed], *state, *emitted, *kept)
+            read = [inputs[i] for i in program.inputs_read]
+            ctx.save_for_backward(*constants, *read, *state, *emitted, *kept)
             ctx.set_materialize_grads(False)
         return tuple(emitted)
 
@@ -206,42 +211,28 @@ class _Loop(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
         n_constants, n_inputs, n_state, n_emitted = ctx.counts
         saved = list(ctx.saved_tensors)
+        sources = [t for t in (*saved, *incoming) if t is not None and t.requires_grad]
 
         def take(count: int) -> list[Tensor]:
             taken = saved[:count]
             del saved[:count]
             return taken
 
-        constants, some = take(n_constants), take(len(ctx.inputs_read))
-        inputs: list[Any] = [None] * n_inputs
-        for i, tensor in zip(ctx.inputs_read, some, strict=True):
-            inputs[i] = tensor
-        state, emitted, kept = take(n_state), take(n_emitted), saved
-        if all(g is None for g in incoming):
-            return (None,) * (6 + n_constants + n_inputs + n_state)
         program, call = ctx.program, ctx.call
+        constants, inputs = take(n_constants), [None] * n_inputs
+        for i in program.inputs_read:
+            inputs[i] = saved.pop(0)
+        state, emitted, kept = take(n_state), take(n_emitted), saved
         with torch.no_grad():
             reverse = program.reverse(tuple(g is not None for g in incoming))
             gs = [None if g is None else g.contiguous() for g in incoming]
             found = ctx.kernel.backward(program, call, reverse, constants, inputs, state, emitted, kept, gs)
-            results = _collect(program, call, reverse, found, constants, state, emitted, kept)
+            needs = ctx.needs_input_grad[6:]
+            results = _collect(program, call, reverse, found, needs, constants, state, emitted, kept)
         if torch.is_grad_enabled():  # someone wants to differentiate this gradient
             name = type(ctx.engine).__name__
-            results = [None if r is None else _Once.apply(name, r, *[g for g in incoming if g is not None]) for r in results]
+            results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
         return (*[None] * 6, *results)
-
-
-def _inputs_read(program: Program) -> list[int]:
-    """The inputs that the reverse step reads again; the others need not be kept."""
-    key = "inputs read"
-    if key not in program.made:
-        reverse = program.reverse((True,) * len(program.loop.emitted))
-        from loopfold.stepgraph.loop import ordered
-
-        given = (*program.loop.emitted, *program.kept)
-        found = {v.index for v in ordered(reverse.roots(), stop=given) if v.op == "input"}
-        program.made[key] = sorted(found)
-    return program.made[key]
 
 
 def _collect(
@@ -249,6 +240,7 @@ def _collect(
     call: Call,
     reverse: Reverse,
     found: Gradients,
+    needs: tuple[bool, ...],
     constants: list[Tensor],
     state: list[Tensor],
     emitted: list[Tensor],
@@ -264,6 +256,8 @@ def _collect(
 
     sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, kept, strict=True))
     for product in reverse.products:
+        if not needs[product.matrix]:
+            continue
         right = stored[product.right]
         if product.left.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
             k = loop.carried.index(product.left.index)
@@ -293,6 +287,3 @@ class _Once(torch.autograd.Function):
             f"{ctx.engine_name} has first derivatives only. For second derivatives run the recurrence with "
             f"engine=lf.Sequential()."
         )
-
-
-assert name_of

@@ -3,8 +3,10 @@
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, program_of, run_compiled
+from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, run_compiled
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value
 from loopfold.transitions import State, leaves
@@ -157,14 +159,12 @@ def _tile(batch: int, threads: int) -> int:
 # ------------------------------------------------------------------ compiled kernels
 
 
-_Function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_void_p)  # runs without the GIL
-
-
 @dataclass(frozen=True, eq=False)
 class _Native:
     """A kernel in memory, ready to call."""
 
-    function: Any
+    kernel: int  # addresses of the two functions
+    team: int
     table: list[tuple[str, Any]]
     scratch: int
     tile: int
@@ -177,8 +177,8 @@ class _Native:
 
         shape = Shape(tile, "float" if dtype == torch.float32 else "double", _machine())
         written = write(source, shape)
-        address = _load(name, written.code)
-        return _Native(_Function(address), written.table, written.scratch, tile, source.sums, shape)
+        kernel, team = _load(name, written.code)
+        return _Native(kernel, team, written.table, written.scratch, tile, source.sums, shape)
 
     def run(self, call: Call, buffers: dict[Any, Tensor], constants: list[Tensor], threads: int) -> list[Tensor]:
         """Run over all sequences, in `threads` shares; returns the sums."""
@@ -187,24 +187,19 @@ class _Native:
         lengths = None if call.lengths is None else call.lengths.to(torch.int64).contiguous()
         tiles = -(-call.batch // self.tile)
         shares = min(threads, tiles)
-        jobs, partial = [], []
+        scratch = like.new_empty(shares, self.scratch + self.shape.lanes)
+        sums = [like.new_zeros(shares, v.width) for v in self.sums]
+        jobs, held = [], []
         for i in range(shares):
             first, last = (tiles * i // shares) * self.tile, (tiles * (i + 1) // shares) * self.tile
-            own: dict[Any, Tensor] = {("scratch", 0): like.new_empty(self.scratch + self.shape.lanes)}
-            own |= {("sum", k): like.new_zeros(v.width) for k, v in enumerate(self.sums)}
-            tensors = [own.get(key, packed.get(key, buffers.get(key))) for key in self.table]
-            pointers = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])  # type: ignore[union-attr]
-            arguments = (call.steps, call.batch, first, min(last, call.batch))
-            jobs.append((arguments, None if lengths is None else lengths.data_ptr(), pointers, own))
-            partial.append([own["sum", k] for k in range(len(self.sums))])
-        waiting = [_pool(threads).submit(self._call, *job) for job in jobs[1:]]
-        self._call(*jobs[0])
-        for one in waiting:
-            one.result()
-        return [torch.stack(parts).sum(0) for parts in zip(*partial, strict=True)]
-
-    def _call(self, sizes: tuple[int, ...], lengths: int | None, pointers: Any, own: Any) -> None:
-        self.function(*sizes, lengths, ctypes.addressof(pointers))
+            own = {("scratch", 0): scratch[i]} | {("sum", k): s[i] for k, s in enumerate(sums)}
+            tensors = [own[key] if key in own else packed[key] if key in packed else buffers[key] for key in self.table]
+            pointers = (ctypes.c_int64 * len(tensors))(*[t.data_ptr() for t in tensors])
+            held.append(pointers)
+            end = 0 if lengths is None else lengths.data_ptr()
+            jobs.append((call.steps, call.batch, first, min(last, call.batch), end, ctypes.addressof(pointers)))
+        _run_jobs(self.kernel, self.team, jobs)
+        return [s.sum(0) for s in sums]
 
     def _pack(self, matrix: Tensor, transposed: bool) -> Tensor:
         """A matrix in the order in which the kernel reads it: blocks of columns, each row by row."""
@@ -217,9 +212,37 @@ class _Native:
         return padded.view(depth, blocks, width).transpose(0, 1).contiguous()
 
 
+_Kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)  # called without the GIL
+
+
+def _run_jobs(kernel: int, team: int, jobs: list[tuple[int, ...]]) -> None:
+    """Run the jobs side by side: on torch's own OpenMP threads, which would else spin beside ours, or on new ones."""
+    openmp = _openmp() if len(jobs) > 1 else None
+    if openmp is not None:
+        words = [len(jobs), *(word for job in jobs for word in job)]
+        table = (ctypes.c_int64 * len(words))(*words)
+        openmp.GOMP_parallel(ctypes.c_void_p(team), table, len(jobs), 0)
+        return
+    function = _Kernel(kernel)
+    if len(jobs) == 1:
+        function(*jobs[0])
+        return
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(lambda job: function(*job), jobs))
+
+
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="loopfold")
+def _openmp() -> Any:
+    """The OpenMP library that torch has loaded, where it can be found and has GNU's entry point."""
+    from loopfold.engines.native import OPENMP
+
+    try:
+        lines = Path("/proc/self/maps").read_text().split("\n")
+        path = next(line.split()[-1] for line in lines if re.search(r"/lib[gi]omp[^/]*$", line))
+        library = ctypes.CDLL(path)
+        return library if all(hasattr(library, name) for name in ("GOMP_parallel", *OPENMP)) else None
+    except (OSError, StopIteration):
+        return None
 
 
 # ------------------------------------------------------------------ LLVM, and the kernels on disk
@@ -258,13 +281,16 @@ def _linker() -> Any:
     return binding.create_lljit_compiler(_target(), use_jit_link=False)
 
 
-_loaded: dict[str, tuple[Any, int]] = {}  # the resource tracker keeps the code in memory
+_count = itertools.count()
+_loaded: dict[str, Any] = {}  # holding the library keeps its code in memory
 
 
-def _load(name: str, code: str) -> int:
-    """The address of the kernel that `code` describes: from memory, from disk, or compiled now."""
+def _load(name: str, code: str) -> tuple[int, int]:
+    """The addresses of the functions that `code` describes: from memory, from disk, or compiled now."""
     import llvmlite
     from llvmlite import binding
+
+    from loopfold.engines.native import OPENMP
 
     target = _target()
     identity = "\n".join([llvmlite.__version__, binding.get_host_cpu_name(), target.triple, code])
@@ -274,10 +300,14 @@ def _load(name: str, code: str) -> int:
         if image is None:
             image = _compile(name, code)
             _write(key, image)
-        library = binding.JITLibraryBuilder().add_object_img(image).add_current_process().export_symbol("kernel")
-        tracker = library.link(_linker(), key)
-        _loaded[key] = (tracker, tracker["kernel"])
-    return _loaded[key][1]
+        library = binding.JITLibraryBuilder().add_object_img(image).add_current_process()
+        openmp = _openmp()
+        for symbol in OPENMP:  # where there is no OpenMP, `team` is never called
+            address = ctypes.cast(openmp[symbol], ctypes.c_void_p).value if openmp else 0
+            library = library.import_symbol(symbol, address)
+        library = library.export_symbol("kernel").export_symbol("team")
+        _loaded[key] = library.link(_linker(), f"loopfold {next(_count)}")  # names cannot be used again
+    return _loaded[key]["kernel"], _loaded[key]["team"]
 
 
 def _compile(name: str, code: str) -> bytes:

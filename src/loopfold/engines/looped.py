@@ -86,7 +86,11 @@ def _named(constants: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _generate(
-    carried: list[tuple[str, Value]], out: list[Value], recurrent: str, masked: bool, given: dict[Value, str] | None = None
+    carried: list[tuple[str, Value]],
+    out: list[Value],
+    recurrent: str,
+    masked: bool,
+    given: dict[Value, str] | None = None,
 ) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
     """Write a function in three parts: what needs no carried row (all steps at once), the loop, and what is left.
 
@@ -98,7 +102,8 @@ def _generate(
     roots = [v for _, v in carried]
     order = ordered([*roots, *out], stop=given)
     moving = _depends(order, recurrent, given)
-    loop = [v for v in ordered(roots, stop=given) if v in moving]
+    inside_loop = set(ordered(roots, stop=given)) | {v for v in order if v.op == recurrent and v not in given}
+    loop = [v for v in order if v in moving and v in inside_loop]
     in_loop = set(loop)
     after = [v for v in order if v in moving and v not in in_loop]
     before = [v for v in order if v not in moving and v.op != "number"]
@@ -126,7 +131,9 @@ def _generate(
     rows = [f"row{k}" for k in range(len(carried))]
     lines += [f"    {row} = R['{name}']" for row, (name, _) in zip(rows, carried, strict=True)]
     if masked:
-        lines += ["    alive = (torch.arange(T, device=like.device)[:, None, None] < call.lengths.to(like.device)[:, None])"]
+        lines += [
+            "    alive = (torch.arange(T, device=like.device)[:, None, None] < call.lengths.to(like.device)[:, None])"
+        ]
         lines += ["    alive, zero = alive.unbind(0), like.new_zeros(())"]
     lines += ["    for t in range(T - 1, -1, -1) if backwards else range(T):"]
     lines += [f"        {name_now[v]} = {names[v]}_s[t]" for v in sequences]
@@ -236,7 +243,8 @@ def _source(
     if v.op in _WITH_OUT and len(tensors) == 2 and target:
         return f"torch.{_WITH_OUT[v.op]}({', '.join(map(name, v.args))}{into})"
     if v.op == "cat":
-        return f"torch.cat([{', '.join(name(a) for a in v.args)}], -1{into})"
+        parts = [f"like.new_full((*{lead}, 1), {a.index!r})" if a.op == "number" else name(a) for a in v.args]
+        return f"torch.cat([{', '.join(parts)}], -1{into})"
     plain = _plain(v, [name(a) for a in v.args], lead, bool(tensors))
     return f"{target}.copy_({plain})" if target else plain
 
@@ -277,4 +285,3 @@ def _is_literal(a: str) -> bool:
 
 def _typed(a: str) -> str:
     return f"like.new_tensor({a})" if _is_literal(a) else a
-

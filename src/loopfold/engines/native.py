@@ -16,6 +16,8 @@ from llvmlite import ir
 
 from loopfold.stepgraph.loop import LEAVES, POINTWISE, REDUCTIONS, Value, ordered
 
+OPENMP = ("omp_get_thread_num", "omp_get_num_threads")  # what a kernel asks of the library that runs its threads
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -177,9 +179,9 @@ class Shape:
     def block(self, columns: int) -> tuple[int, int]:
         """(blocks, vectors in a block) for a product with so many columns; partial sums must fit the registers."""
         vectors = -(-columns // self.lanes)
-        most = max(1, (self.machine.registers - 6) // self.tile)
-        blocks = -(-vectors // min(most, 8))
-        return blocks, -(-vectors // blocks)
+        most = min(8, max(1, (self.machine.registers - 6) // self.tile))
+        size = min(range(1, most + 1), key=lambda v: (-(-vectors // v) * v, -v))  # least waste, then the largest
+        return -(-vectors // size), size
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +211,7 @@ class _Writer:
         self.function = ir.Function(self.module, kind, "kernel")
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self._body()
+        self._team()
 
     # ---- the whole function
 
@@ -228,7 +231,9 @@ class _Writer:
         with self._range(first, last, self.shape.tile) as row0:
             self.row0 = row0
             left = b.sub(last, row0)
-            self.valid = b.select(b.icmp_signed("<", left, self._int(self.shape.tile)), left, self._int(self.shape.tile))
+            self.valid = b.select(
+                b.icmp_signed("<", left, self._int(self.shape.tile)), left, self._int(self.shape.tile)
+            )
             self._start_carries()
             with self._range(self._int(0), self.steps, 1) as i:
                 self.t = b.sub(b.sub(self.steps, self._int(1)), i) if source.backwards else i
@@ -263,6 +268,37 @@ class _Writer:
                     self._pointwise(group)
         if self.source.masked:
             self._clear_ended()
+
+    def _team(self) -> None:
+        """`team(jobs*)`: what every thread of an OpenMP team runs, taking every so-manyth job.
+
+        Before the first job stands their number; a job is what `kernel` is called with, as six words.
+        """
+        pointer, word = ir.PointerType(), self.i64
+        team = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [pointer]), "team")
+        b = ir.IRBuilder(team.append_basic_block("entry"))
+        (jobs,) = team.args
+
+        def at(index: Any, kind: Any) -> Any:
+            return b.load(b.gep(jobs, [index], source_etype=word), typ=kind)
+
+        mine, threads = (b.sext(b.call(self._declare(name, self.i32, 0), []), word) for name in OPENMP)
+        count = at(self._int(0), word)
+        head, body, done = (team.append_basic_block(name) for name in ("head", "body", "done"))
+        entry = b.block
+        b.branch(head)
+        b.position_at_end(head)
+        job = b.phi(word)
+        job.add_incoming(mine, entry)
+        b.cbranch(b.icmp_signed("<", job, count), body, done)
+        b.position_at_end(body)
+        first = b.add(self._int(1), b.mul(job, self._int(6)))
+        words = [at(b.add(first, self._int(i)), word if i < 4 else pointer) for i in range(6)]
+        b.call(self.function, words)
+        job.add_incoming(b.add(job, threads), body)
+        b.branch(head)
+        b.position_at_end(done)
+        b.ret_void()
 
     # ---- carried rows
 
@@ -740,7 +776,8 @@ class _Writer:
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), j, ir.Constant(self.i32, 0))
         zeros = ir.Constant(ir.VectorType(self.i32, self.lanes), [0] * self.lanes)
         at = self.b.add(
-            self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros), ir.Constant(kind, list(range(self.lanes)))
+            self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros),
+            ir.Constant(kind, list(range(self.lanes))),
         )
         return self.b.icmp_signed("<", at, ir.Constant(kind, [width] * self.lanes))
 

@@ -105,8 +105,8 @@ class _Hoist:
 
     def _dependence(self) -> dict[Node, str]:
         """Each node as `once`, `before` or `state`: the most that anything it reads depends on."""
-        found: dict[Node, str] = {p: "once" for p in self.graph.parameters.values()}
-        found |= {s: "state" for s in self.graph.state}
+        found: dict[Node, str] = dict.fromkeys(self.graph.parameters.values(), "once")
+        found |= dict.fromkeys(self.graph.state, "state")
         if self.graph.x is not None:
             found[self.graph.x] = "before"
         for node in self.graph.operations:
@@ -298,7 +298,19 @@ class _Sums(Builder):
     def _sum(self, terms: list[Value]) -> Value:
         recipes = [(self.hoist.inputs if t.op == "input" else self.hoist.constants)[t.index] for t in terms]
         width = max(t.width for t in terms)
-        return self.hoist.input(Recipe(lambda *parts: sum(parts[1:], parts[0]), tuple(recipes)), width, tuple(terms))
+        recipe = _product_and_row(terms, recipes) or Recipe(lambda *parts: sum(parts[1:], parts[0]), tuple(recipes))
+        return self.hoist.input(recipe, width, tuple(terms))
+
+
+def _product_and_row(terms: list[Value], recipes: list[Recipe]) -> Recipe | None:
+    """`x @ U + b` as one operation, which spares a pass over the whole sequence."""
+    if sorted(t.op for t in terms) != ["constant", "input"] or terms[0].width != terms[1].width:
+        return None
+    row, product = recipes if terms[0].op == "constant" else recipes[::-1]
+    node = product.parts[0]
+    if not isinstance(node, Node) or node.op != "mm":
+        return None
+    return Recipe(torch.addmm, (row, *node.args))
 
 
 def _terms(v: Value) -> list[Value]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.trace import Node, Refusal
 
@@ -293,5 +292,3 @@ def _full(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
     if "full" in node.op:
         number = float(options.get("fill_value", arguments[-1]))
     return hoist.builder.expand(hoist.builder.number(number), node.shape[1] if len(node.shape) > 1 else 1)
-
-

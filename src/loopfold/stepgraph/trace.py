@@ -210,10 +210,7 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     # gradients stay on, so that torch.no_grad() inside the step is seen; the fake tensors themselves need none
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake, recorder:
         try:
-            if isinstance(f, nn.Module):
-                new = torch.func.functional_call(f, fakes, arguments)
-            else:
-                new = f(*arguments)
+            new = torch.func.functional_call(f, fakes, arguments) if isinstance(f, nn.Module) else f(*arguments)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise Refusal(f"it decides by the values of a tensor ({error.func}). Use torch.where.") from error
         except AssertionError as error:  # what FakeTensorMode raises on a real tensor among the fake
@@ -259,7 +256,7 @@ def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph
             return tuple(merged(p, q) for p, q in zip(a, b, strict=True))
         if type(a) is int and type(b) is int and (a, b) == (first, second):
             return BATCH
-        if type(a) is not type(b) or (a != b and not (a is b)):
+        if type(a) is not type(b) or (a != b and a is not b):
             raise Refusal(f"it computes with the batch size itself, or changes from call to call ({a!r}, then {b!r}).")
         return a
 
@@ -321,37 +318,28 @@ def _show(value: Any) -> str:
 # ------------------------------------------------------------------ is an old trace still true?
 
 
-def fingerprint(f: Step) -> tuple[Any, ...]:
-    """Everything that a trace has fixed besides the tensors: numbers, flags and functions that the step holds."""
-    parts = list(f.modules()) if isinstance(f, nn.Module) else [f]
-    return tuple(item for part in parts for item in _held(part))
+def fingerprint(f: nn.Module) -> tuple[Any, ...]:
+    """What a trace has fixed: the numbers, flags and functions that the module holds, and the sizes of its tensors."""
+    return tuple(item for part in f.modules() for item in _held(part))
 
 
 _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 
 
-def _held(part: Any) -> Iterator[Any]:
-    for key, value in vars(part).items() if isinstance(part, nn.Module) else ():
-        if isinstance(value, _SIMPLE):
+def _held(part: nn.Module) -> Iterator[Any]:
+    for key, value in vars(part).items():
+        if isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(isinstance(v, _SIMPLE) for v in value)):
             yield key, value
         elif callable(value):
             yield key, id(value)
-        elif isinstance(value, tuple) and all(isinstance(v, _SIMPLE) for v in value):
-            yield key, value
-    if isinstance(part, nn.Module):
-        hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-        yield any(hooks)
-    function: Any = type(part).forward if isinstance(part, nn.Module) else part
-    if isinstance(function, types.FunctionType):
-        yield from _outside_numbers(function)
-
-
-def _outside_numbers(function: types.FunctionType) -> Iterator[Any]:
-    """Numbers that the code reads from its closure or its module, which may be other ones at the next call."""
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, _SIMPLE):
-            yield name, value
-    for cell in function.__closure__ or ():
-        value = cell.cell_contents
-        yield value if isinstance(value, _SIMPLE) else id(value)
+    for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+        yield key, None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)
+    yield any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks))
+    function = type(part).forward
+    if isinstance(function, types.FunctionType):  # numbers that its code reads from its module or closure
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, _SIMPLE):
+                yield name, value
+        for cell in function.__closure__ or ():
+            yield cell.cell_contents if isinstance(cell.cell_contents, _SIMPLE) else id(cell.cell_contents)

@@ -1,0 +1,62 @@
+"""Auto: the fastest engine that does not refuse, and the reasons in words."""
+
+from dataclasses import dataclass
+
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.compiled import Program, program_of
+from loopfold.engines.fused_cpu import FusedCPU
+from loopfold.engines.looped import Looped
+from loopfold.engines.sequential import Sequential
+from loopfold.stepgraph.loop import Value, ordered
+from loopfold.transitions import State, leaves, name_of
+
+
+@dataclass(frozen=True)
+class Auto(Engine):
+    """Picks by what the step graph and the sizes say. It never refuses: what cannot be compiled runs as `Sequential`."""
+
+    def refusal(self, recurrence: Recurrence) -> None:
+        return None
+
+    def run(self, recurrence: Recurrence) -> State:
+        return self.choose(recurrence)[0].run(recurrence)
+
+    def choose(self, recurrence: Recurrence) -> tuple[Engine, str]:
+        """The engine, and why."""
+        if recurrence.steps == 1:
+            return Sequential(), "there is only one step, so no loop to compile."
+        reason = FusedCPU().refusal(recurrence)
+        if reason is None:
+            return FusedCPU(), "the loop runs as native code, with nothing of Python or torch inside it."
+        other = Looped().refusal(recurrence)
+        if other is None:
+            return Looped(), f"FusedCPU refuses: {reason}"
+        return Sequential(), f"nothing faster can run it: {other}"
+
+    def explain(self, recurrence: Recurrence) -> str:
+        """Which engine runs this, why, and what the compiler made of the step."""
+        engine, why = self.choose(recurrence)
+        leaf = leaves(recurrence.state)[0]
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        size = f"τ = {recurrence.steps}, batch {leaf.shape[0]}, {dtype} on {leaf.device}"
+        lines = [f"{name_of(recurrence.f)} over {size}: {type(engine).__name__}, because {why}"]
+        if not isinstance(engine, Sequential):
+            lines += _parts(program_of(recurrence))
+        return "\n".join(lines)
+
+
+def _parts(program: Program) -> list[str]:
+    loop = program.loop
+    order = ordered(loop.emitted)
+    products = [f"{v.args[0].width}×{v.width}" for v in order if v.op == "matmul"]
+    pointwise = sum(v.op not in ("matmul", "slice", "cat", "number", "state", "input", "constant") for v in order)
+    lines = [f"  before the loop: {len(loop.inputs)} sequence(s) of what x alone decides, for all steps at once"]
+    lines += [f"  in the loop: {len(products)} product(s) ({', '.join(products)}), {pointwise} other operations"]
+    after = [leaf for leaf in loop.leaves if not isinstance(leaf, int)]
+    lines += [f"  after the loop: {len(after)} part(s) of the state that no step reads"] if after else []
+    lines += [f"  kept for the way back, beside the states: {_sizes(program.kept)}"]
+    return lines
+
+
+def _sizes(kept: tuple[Value, ...]) -> str:
+    return f"{sum(v.width for v in kept)} numbers a step and sequence" if kept else "nothing"

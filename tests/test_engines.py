@@ -1,0 +1,369 @@
+"""The law of engines: an engine changes time and memory, never the value. `Sequential` is the oracle."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import loopfold as lf
+from loopfold.transitions import leaves
+
+ENGINES = (lf.Looped(), lf.FusedCPU())
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5}  # of the largest value of a tensor
+# τ, batch, n, unequal lengths
+SIZES = [(1, 1, 3, False), (1, 5, 17, False), (63, 1, 17, False), (63, 5, 3, True), (8, 33, 64, True)]
+
+
+def everything(
+    cell: nn.Module, x: Tensor | None, engine: lf.Engine, lengths: list[int] | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """States, last state, and the gradients of all parameters, of x and of state(0), for a loss that uses them all."""
+    cell.zero_grad()
+    x = None if x is None else x.clone().requires_grad_()
+    options = {k: v.clone().requires_grad_() if isinstance(v, Tensor) else v for k, v in options.items()}
+    run = lf.unfold(cell, x, lengths=lengths, engine=engine, **options)
+    found = {f"states {i}": leaf for i, leaf in enumerate(leaves(run.states))}
+    found |= {f"last {i}": leaf for i, leaf in enumerate(leaves(run.last))}
+    weights = torch.Generator().manual_seed(5)
+    loss = sum((v * torch.randn(v.shape, generator=weights, dtype=v.dtype)).sum() for v in found.values())
+    assert isinstance(loss, Tensor)
+    if loss.requires_grad:  # a random step may use nothing that has a gradient
+        loss.backward()
+    inputs = {"x": x, **options}
+    found |= {f"∇{k}": v.grad for k, v in inputs.items() if isinstance(v, Tensor) and v.grad is not None}
+    found |= {f"∇{name}": p.grad for name, p in cell.named_parameters() if p.grad is not None}
+    return {k: v.detach() for k, v in found.items()}
+
+
+def assert_agree(ours: dict[str, Tensor], oracle: dict[str, Tensor], dtype: torch.dtype) -> None:
+    assert ours.keys() == oracle.keys()
+    for name, expected in oracle.items():
+        scale = float(expected.abs().max().clamp(min=1e-3))
+        torch.testing.assert_close(
+            ours[name], expected, rtol=0, atol=TOLERANCE[dtype] * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("make", zoo.WITH_INPUT, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_engines_agree_with_the_definition(
+    engine: lf.Engine, make: Callable[[int, int], nn.Module], dtype: torch.dtype
+) -> None:
+    for tau, batch, n, unequal in SIZES:
+        cell = make(4, n).to(dtype)
+        x = torch.randn(tau, batch, 4, dtype=dtype)
+        lengths = [1 + (7 * i) % tau for i in range(batch)] if unequal else None
+        oracle = everything(cell, x, lf.Sequential(), lengths)
+        assert_agree(everything(cell, x, engine, lengths), oracle, dtype)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_an_autonomous_system_agrees(engine: lf.Engine, dtype: torch.dtype) -> None:
+    cell = zoo.Autonomous(17).to(dtype)
+    state = torch.randn(5, 17, dtype=dtype)
+    for tau in (1, 63):
+        oracle = everything(cell, None, lf.Sequential(), steps=tau, state=state)
+        assert_agree(everything(cell, None, engine, steps=tau, state=state), oracle, dtype)
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU(), lf.FusedCPU(threads=1)], ids=str)
+def test_a_given_state_and_only_some_outputs(engine: lf.Engine) -> None:
+    cell = lf.LSTM(3, 5).double()
+    x, h, c = torch.randn(9, 2, 3).double(), torch.randn(2, 5).double(), torch.randn(2, 5).double()
+    results = []
+    for e in (lf.Sequential(), engine):
+        cell.zero_grad()
+        h0, c0 = h.clone().requires_grad_(), c.clone().requires_grad_()
+        lf.unfold(cell, x, state=(h0, c0), engine=e).last.c.sum().backward()  # no gradient comes to h
+        results.append([h0.grad, c0.grad, *[p.grad for p in cell.parameters()]])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=str)
+def test_backward_twice_through_one_run(engine: lf.Engine) -> None:
+    cell = lf.GRU(3, 5)
+    run = lf.unfold(cell, torch.randn(9, 2, 3), engine=engine)
+    run.hidden.sum().backward(retain_graph=True)
+    assert cell.W.grad is not None
+    once = cell.W.grad.clone()
+    run.hidden.sum().backward()
+    torch.testing.assert_close(cell.W.grad, 2 * once)
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    cell, x = lf.LSTM(3, 5), torch.randn(9, 2, 3)
+    with torch.no_grad():
+        run = lf.unfold(cell, x, engine=lf.FusedCPU())
+    assert not run.hidden.requires_grad
+    torch.testing.assert_close(run.hidden, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
+
+
+def test_looped_runs_half_precision() -> None:
+    cell = lf.Elman(3, 5, dtype=torch.bfloat16)
+    x = torch.randn(9, 2, 3, dtype=torch.bfloat16)
+    expected = lf.unfold(cell, x, engine=lf.Sequential()).hidden
+    torch.testing.assert_close(lf.unfold(cell, x, engine=lf.Auto()).hidden, expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=str)
+def test_second_derivatives_name_the_way_out(engine: lf.Engine) -> None:
+    cell, x = lf.Elman(3, 5).double(), torch.randn(6, 2, 3).double().requires_grad_()
+    (g,) = torch.autograd.grad(lf.unfold(cell, x, engine=engine).hidden.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"engine=lf\.Sequential\(\)"):
+        g.square().sum().backward()
+    (g,) = torch.autograd.grad(lf.unfold(cell, x, engine=lf.Sequential()).hidden.sum(), x, create_graph=True)
+    g.square().sum().backward()
+
+
+# ------------------------------------------------------------------ random steps
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    **{"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu, "neg": torch.neg, "abs": torch.abs},
+    **{"sin": torch.sin, "cos": torch.cos, "erf": torch.erf, "softmax": lambda v: torch.softmax(v, -1)},
+    **{"silu": nn.functional.silu, "gelu": nn.functional.gelu, "elu": nn.functional.elu},
+    **{"softplus": nn.functional.softplus, "mish": nn.functional.mish, "leaky": nn.functional.leaky_relu},
+    "bounded exp": lambda v: torch.exp(-v.abs()),
+    "log": lambda v: torch.log(v.abs() + 1.5),
+    "sqrt": lambda v: torch.sqrt(v.square() + 0.5),
+    "rsqrt": lambda v: torch.rsqrt(v.square() + 0.5),
+    "mean": lambda v: v.mean(-1, keepdim=True) + v,
+    "sum": lambda v: torch.tanh(v.sum(-1, keepdim=True)) * v,
+    "amax": lambda v: v - v.amax(-1, keepdim=True),
+    "layer norm": lambda v: nn.functional.layer_norm(v, v.shape[-1:]),
+    "clamp": lambda v: v.clamp(-0.7, 0.9),
+    "hardtanh": nn.functional.hardtanh,
+    "detach": lambda v: v.detach() * v,
+    "swap": lambda v: torch.cat([v[:, 2:], v[:, :2]], -1),
+    "chunks": lambda v: torch.cat([v.chunk(2, -1)[1], torch.tanh(v.chunk(2, -1)[0])], -1),
+    "cube": lambda v: torch.tanh(v) ** 3,
+}
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{"add": torch.add, "sub": torch.sub, "mul": torch.mul, "maximum": torch.maximum, "minimum": torch.minimum},
+    "div": lambda a, b: a / (b.abs() + 1),
+    "where": lambda a, b: torch.where(a > b, a, 0.5 * b),
+    "rsub": lambda a, b: 1 - a * b,
+    "gate": lambda a, b: torch.sigmoid(a) * b,
+}
+
+
+class RandomStep(lf.Transition):
+    """A step made of instructions: (operation, where its arguments stand among the values so far)."""
+
+    def __init__(self, program: list[tuple[str, int, int]], n: int, n_state: int) -> None:
+        super().__init__()
+        self.program, self.n, self.n_state = tuple(program), n, n_state
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(n, n) / n**0.5) for _ in range(2)])
+        self.rows = nn.ParameterList([nn.Parameter(torch.randn(n)), nn.Parameter(torch.randn(1))])
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        ramp = torch.linspace(-0.4, 0.5, self.n, dtype=self.rows[0].dtype)  # not all alike: layer norm needs a spread
+        return tuple((ramp * (i + 1)).repeat(batch, 1) for i in range(self.n_state))
+
+    def forward(self, state: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+        values = [*state, x]
+        for op, i, j in self.program:
+            a, b = values[i % len(values)], values[j % len(values)]
+            if op == "matmul":
+                values.append(a @ self.weights[j % 2])
+            elif op == "row":
+                values.append(a * self.rows[j % 2])
+            elif op in UNARY:
+                values.append(UNARY[op](a))
+            else:
+                values.append(BINARY[op](a, b))
+        return tuple(torch.tanh(v + 0.1 * values[k]) for k, v in enumerate(values[-self.n_state :]))
+
+
+OPERATIONS = st.sampled_from(["matmul", "matmul", "matmul", "row", *UNARY, *BINARY])
+PROGRAMS = st.lists(st.tuples(OPERATIONS, st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROGRAMS, st.integers(1, 3), st.sampled_from([4, 6, 18]), st.sampled_from([1, 2, 7]), st.integers(1, 5))
+def test_random_steps_agree(program: list[tuple[str, int, int]], n_state: int, n: int, tau: int, batch: int) -> None:
+    torch.manual_seed(len(program))
+    cell = RandomStep(program, n, n_state).double()
+    x = torch.randn(tau, batch, n).double()
+    lengths = [1 + i % tau for i in range(batch)] if len(program) % 2 else None
+    oracle = everything(cell, x, lf.Sequential(), lengths)
+    for engine in (lf.Looped(), lf.FusedCPU()):
+        assert_agree(everything(cell, x, engine, lengths), oracle, torch.float64)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+class Refused(lf.Transition):
+    def __init__(self, step: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4, 4) / 2)
+        self.step = step
+        self.kept = torch.ones(4)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.step(self, h, x)
+
+
+def _branch(cell: Any, h: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(h @ cell.W + x) if h.sum() > 0 else x
+
+
+def _in_place(cell: Any, h: Tensor, x: Tensor) -> Tensor:
+    return (h @ cell.W).add_(x).tanh()
+
+
+def _without_gradient(cell: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.abs().mean(-1, keepdim=True)
+    return torch.tanh(h @ cell.W + x) / (1 + scale)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
+    "branch on values": (_branch, r"decides by the values of a tensor.*torch\.where"),
+    "in place": (_in_place, r"in place \(aten\.add_\)"),
+    "no_grad": (_without_gradient, r"torch\.no_grad.*\.detach\(\)"),
+    "random": (lambda c, h, x: torch.dropout(torch.tanh(h @ c.W + x), 0.5, True), r"random numbers \(aten\.\w+\)"),
+    "sort": (lambda c, h, x: torch.tanh(h @ c.W + x).sort(-1).values, r"aten\.sort"),
+    "across the batch": (lambda c, h, x: torch.tanh(h @ c.W + x) - h.mean(0), r"aten\.mean.*apart"),
+    "x across the batch": (lambda c, h, x: torch.tanh(h @ c.W + (x - x.mean(0))), r"aten\.mean.*apart"),
+    "batch size": (lambda c, h, x: torch.tanh(h @ c.W + x) / h.shape[0], "batch size itself"),
+    "a tensor not its own": (lambda c, h, x: torch.tanh(h @ c.W + x) * c.kept, r"register_buffer"),
+    "a product of states": (lambda c, h, x: torch.tanh((h.T @ h @ c.W)[:1] + h + x), r"apart|same at every step"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=str)
+def test_what_cannot_be_compiled_is_refused_by_name(name: str, engine: lf.Engine) -> None:
+    step, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"{type(engine).__name__} cannot run Refused: .*{message}"):
+        lf.unfold(Refused(step), torch.randn(3, 2, 4), state=torch.ones(2, 4), engine=engine)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "random"])
+def test_what_is_refused_still_runs_under_auto(name: str) -> None:
+    cell, x, state = Refused(REFUSED[name][0]), torch.randn(3, 2, 4), torch.ones(2, 4)
+    runs = [lf.unfold(cell, x, state=state, engine=e).hidden for e in (lf.Auto(), lf.Sequential())]
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+
+
+def test_hooks_are_never_skipped() -> None:
+    cell, seen = lf.Elman(3, 5), []
+    hook = cell.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(ValueError, match="hooks"):
+        lf.unfold(cell, torch.randn(4, 2, 3), engine=lf.FusedCPU())
+    seen.clear()
+    lf.unfold(cell, torch.randn(4, 2, 3))
+    assert len(seen) == 4
+    hook.remove()
+
+
+def test_a_change_of_the_step_is_seen() -> None:
+    cell, x = lf.Elman(3, 5), torch.randn(6, 2, 3)
+    for activation in (torch.tanh, torch.relu, torch.tanh):
+        cell.activation = activation
+        expected = lf.unfold(cell, x, engine=lf.Sequential()).hidden
+        torch.testing.assert_close(lf.unfold(cell, x, engine=lf.FusedCPU()).hidden, expected)
+
+
+def test_one_trace_serves_every_batch_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loopfold.engines import compiled
+
+    traces = []
+    monkeypatch.setattr(compiled, "trace", lambda *a, real=compiled.trace: traces.append(1) or real(*a))
+    cell = lf.GRU(3, 5)
+    for tau, batch in ((2, 1), (9, 4), (30, 17)):
+        lf.unfold(cell, torch.randn(tau, batch, 3), engine=lf.FusedCPU())
+    assert len(traces) == 1
+
+
+def test_torch_func_transforms_run_the_definition() -> None:
+    cell, x = lf.Elman(3, 5), torch.randn(4, 2, 3)
+    gradient = torch.func.grad(lambda x: lf.unfold(cell, x).hidden.sum())(x)
+    leaf = x.clone().requires_grad_()
+    lf.unfold(cell, leaf).hidden.sum().backward()
+    torch.testing.assert_close(gradient, leaf.grad)
+
+
+# ------------------------------------------------------------------ native code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("function", [torch.tanh, torch.sigmoid, torch.exp], ids=lambda f: f.__name__)
+def test_functions_are_accurate_to_a_few_units_in_the_last_place(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    class Apply(lf.Transition):
+        def forward(self, h: Tensor) -> Tensor:
+            return function(h)
+
+    span = 700 if function is torch.exp and dtype is torch.float64 else 87
+    x = torch.cat([torch.linspace(-span, span, 20001), torch.linspace(-1, 1, 20001), torch.logspace(-30, 0, 5000)])
+    x = x.to(dtype)[None]
+    got = lf.unfold(Apply(), steps=1, state=x, engine=lf.FusedCPU()).last
+    if dtype is torch.float32:
+        exact = function(x.double())
+    else:
+        import mpmath
+
+        mpmath.mp.prec = 120
+        precise = {"tanh": mpmath.tanh, "exp": mpmath.exp, "sigmoid": lambda v: 1 / (1 + mpmath.exp(-v))}
+        x, got = x[:, ::23], got[:, ::23]
+        exact = torch.tensor([[float(precise[function.__name__](v)) for v in x[0].tolist()]], dtype=dtype)
+    reference = exact.to(dtype)
+    ulp = torch.nextafter(reference.abs(), torch.full_like(reference, torch.inf)) - reference.abs()
+    assert float(((got.double() - exact).abs() / ulp.double()).max()) < 3
+
+
+def test_special_values_pass_through_native_code() -> None:
+    class Apply(lf.Transition):
+        def forward(self, h: Tensor) -> Tensor:
+            return torch.cat([torch.tanh(h[:, :5]), torch.sigmoid(h[:, 5:10]), torch.exp(h[:, 10:])], -1)
+
+    values = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0, 1000.0] * 3])
+    got = lf.unfold(Apply(), steps=1, state=values, engine=lf.FusedCPU()).last
+    torch.testing.assert_close(got, Apply()(values), equal_nan=True)
+
+
+def test_kernels_are_kept_on_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loopfold.engines import fused_cpu
+
+    monkeypatch.setenv("LOOPFOLD_CACHE", str(tmp_path / "kernels"))
+    monkeypatch.setattr(fused_cpu, "_loaded", {})
+    compiled = []
+    real = fused_cpu._compile
+    monkeypatch.setattr(fused_cpu, "_compile", lambda *a: compiled.append(1) or real(*a))
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        return lf.unfold(lf.Elman(3, 7), torch.ones(5, 2, 3), engine=lf.FusedCPU()).hidden
+
+    first = run()
+    assert len(compiled) == 1
+    fused_cpu._loaded.clear()
+    torch.testing.assert_close(run(), first, rtol=0, atol=0)
+    assert len(compiled) == 1  # read from disk
+    (file,) = (tmp_path / "kernels").glob("*.kernel")
+    file.write_bytes(file.read_bytes()[:-40] + b"torn" * 10)
+    fused_cpu._loaded.clear()
+    torch.testing.assert_close(run(), first, rtol=0, atol=0)
+    assert len(compiled) == 2  # a torn file is found out and compiled anew
+
+
+def test_explain_says_which_engine_and_why() -> None:
+    text = lf.Recurrent(lf.LSTM(3, 5)).explain(torch.randn(9, 2, 3))
+    assert "LSTM over τ = 9, batch 2, float32 on cpu: FusedCPU" in text
+    assert "1 product(s) (5×20)" in text
+    assert "20 numbers a step and sequence" in text
+    assert "beside the states: nothing" in lf.Recurrent(lf.Elman(3, 5)).explain(torch.randn(9, 2, 3))
+    refused = lf.Recurrent(Refused(_branch)).explain(torch.randn(9, 2, 4), state=torch.ones(2, 4))
+    assert "Sequential" in refused
+    assert "torch.where" in refused
