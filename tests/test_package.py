@@ -94,7 +94,6 @@ BLOCKED = [
     "plotly",
     "safetensors",
     "tokenizers",
-    "hypothesis",
 ]
 IMPORT = f"""
 import sys

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.sequential import Sequential
 from loopfold.transitions import State, Step, Transition, describe, leaves, map_state, name_of, rebuild, zero_state
 
 
@@ -33,7 +33,7 @@ def unfold(
     x: Tensor | None = None,
     state: State | None = None,
     lengths: Tensor | list[int] | None = None,
-    engine: Engine = Sequential(),
+    engine: Engine = Auto(),
     *,
     steps: int | None = None,
 ) -> Unfolding:
@@ -54,7 +54,7 @@ def unfold(
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an object such as lf.Sequential(); {engine!r} came.")
-    recurrence = _checked(f, x, state, lengths, steps)
+    recurrence = checked(f, x, state, lengths, steps)
     reason = engine.refusal(recurrence)
     if reason is not None:
         raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason}")
@@ -73,9 +73,10 @@ def _at_end(leaf: Tensor, lengths: Tensor | None) -> Tensor:
 # ------------------------------------------------------------------ checks: what came, what was needed, what to type
 
 
-def _checked(
+def checked(
     f: Step, x: Tensor | None, state: State | None, lengths: Tensor | list[int] | None, steps: int | None
 ) -> Recurrence:
+    """What `unfold` was given, with every check that needs no step, ready for an engine."""
     if not callable(f):
         raise TypeError(f"unfold needs a step f(state, x) -> state; a {type(f).__name__} came.")
     if x is None:

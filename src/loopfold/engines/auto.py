@@ -13,7 +13,7 @@ from loopfold.transitions import State, leaves, name_of
 
 @dataclass(frozen=True)
 class Auto(Engine):
-    """Picks by what the step graph and the sizes say. It never refuses: what cannot be compiled runs as `Sequential`."""
+    """Picks by what the step graph and the sizes say. It refuses nothing: `Sequential` runs what cannot be compiled."""
 
     def refusal(self, recurrence: Recurrence) -> None:
         return None
@@ -33,16 +33,21 @@ class Auto(Engine):
             return Looped(), f"FusedCPU refuses: {reason}"
         return Sequential(), f"nothing faster can run it: {other}"
 
-    def explain(self, recurrence: Recurrence) -> str:
-        """Which engine runs this, why, and what the compiler made of the step."""
-        engine, why = self.choose(recurrence)
-        leaf = leaves(recurrence.state)[0]
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        size = f"τ = {recurrence.steps}, batch {leaf.shape[0]}, {dtype} on {leaf.device}"
-        lines = [f"{name_of(recurrence.f)} over {size}: {type(engine).__name__}, because {why}"]
-        if not isinstance(engine, Sequential):
-            lines += _parts(program_of(recurrence))
-        return "\n".join(lines)
+
+def explain(engine: Engine, recurrence: Recurrence) -> str:
+    """Which engine runs this, why, and what the compiler made of the step; or why `engine` refuses it."""
+    leaf = leaves(recurrence.state)[0]
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    size = f"τ = {recurrence.steps}, batch {leaf.shape[0]}, {dtype} on {leaf.device}"
+    begin = f"{name_of(recurrence.f)} over {size}"
+    reason = engine.refusal(recurrence)
+    if reason is not None:
+        return f"{begin}: {type(engine).__name__} refuses, because {reason}"
+    chosen, why = engine.choose(recurrence) if isinstance(engine, Auto) else (engine, "it was asked for.")
+    lines = [f"{begin}: {type(chosen).__name__}, because {why}"]
+    if not isinstance(chosen, Sequential):
+        lines += _parts(program_of(recurrence))
+    return "\n".join(lines)
 
 
 def _parts(program: Program) -> list[str]:

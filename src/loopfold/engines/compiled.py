@@ -58,7 +58,7 @@ class Gradients:
 
 
 class Kernel(ABC):
-    """Runs the loop of a program. Tensors are contiguous; `lengths` is None or `[batch]`."""
+    """Runs the loop of a program. All but the constants are contiguous; `call.lengths` is None or `[batch]`."""
 
     @abstractmethod
     def forward(
@@ -98,7 +98,7 @@ _programs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Program | Refusal]] = 
 
 
 def program_of(recurrence: Recurrence) -> Program:
-    """The program of a step, traced at the first call and again only when something that the trace fixed has changed."""
+    """The program of a step, traced at the first call, and again when something that the trace fixed has changed."""
     f, x = recurrence.f, recurrence.x
     if not isinstance(f, nn.Module):
         raise Refusal("it is a plain function, which may read anything anew at every call; an nn.Module is compiled.")
@@ -107,7 +107,8 @@ def program_of(recurrence: Recurrence) -> Program:
     key = (fingerprint(f), None if x is None else (x.shape[2:], x.dtype), *sizes)
     if key not in known:
         try:
-            with torch.no_grad():
+            devices = [] if x is None or x.device.type != "cuda" else [x.device]
+            with torch.no_grad(), torch.random.fork_rng(devices):
                 first_step(recurrence)  # its checks, with their messages
             graph = trace(f, None if x is None else x[0], recurrence.state)
             known[key] = Program(graph, hoist(graph), {})
@@ -195,7 +196,7 @@ class _Loop(torch.autograd.Function):
         ctx: Any, engine: Engine, kernel: Kernel, program: Program, call: Call, *rest: Any
     ) -> tuple[Tensor, ...]:
         n_constants, n_inputs, *tensors = rest
-        constants = [t.contiguous() for t in tensors[:n_constants]]
+        constants = tensors[:n_constants]
         inputs = [t.contiguous() for t in tensors[n_constants : n_constants + n_inputs]]
         state = [t.contiguous() for t in tensors[n_constants + n_inputs :]]
         emitted, kept = kernel.forward(program, call, constants, inputs, state)
@@ -261,16 +262,26 @@ def _collect(
         right = stored[product.right]
         if product.left.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
             k = loop.carried.index(product.left.index)
-            g = state[k].T @ right[0]
-            if call.steps > 1:
-                g.addmm_(emitted[k][:-1].flatten(0, 1).T, right[1:].flatten(0, 1))
+            parts = [(state[k], right[0]), (emitted[k][:-1].flatten(0, 1), right[1:].flatten(0, 1))]
         else:
-            g = sequences[product.left].flatten(0, 1).T @ right.flatten(0, 1)
-        add(product.matrix, g)
+            parts = [(sequences[product.left].flatten(0, 1), right.flatten(0, 1))]
+        if constants[product.matrix].stride(0) == 1:  # W.T of the user's W: the gradient in the layout of W
+            add(product.matrix, _product([(r, l) for l, r in parts]).T)
+        else:
+            add(product.matrix, _product(parts))
     for (i, _), g in zip(reverse.rows, found.rows, strict=True):
         add(i, g.sum_to_size(constants[i].shape))
     by_input = [None if g is None else stored[g] for g in reverse.inputs]
     return [*by_constant, *by_input, *found.state]
+
+
+def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ leftᵀ right over the parts."""
+    left, right = parts[-1]
+    total = left.T @ right
+    for left, right in parts[:-1]:
+        total.addmm_(left.T, right)
+    return total
 
 
 class _Once(torch.autograd.Function):

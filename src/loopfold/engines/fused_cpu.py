@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +215,7 @@ class _Native:
 _Kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)  # called without the GIL
 
 
-def _run_jobs(kernel: int, team: int, jobs: list[tuple[int, ...]]) -> None:
+def _run_jobs(kernel: int, team: int, jobs: Sequence[tuple[int, ...]]) -> None:
     """Run the jobs side by side: on torch's own OpenMP threads, which would else spin beside ours, or on new ones."""
     openmp = _openmp() if len(jobs) > 1 else None
     if openmp is not None:

@@ -204,8 +204,8 @@ def _fused_products(loop: list[Value], in_loop: set[Value]) -> dict[Value, Value
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 _INFIX |= {"ne": "!=", "and": "&", "or": "|"}
 _WITH_OUT = {"add": "add", "sub": "sub", "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum"}
-_FUNCTIONS = ("tanh", "sigmoid", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin")
-_FUNCTIONS += ("cos", "erf", "neg")
+_FUNCTIONS = {"tanh", "sigmoid", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin"}
+_FUNCTIONS |= {"cos", "erf", "neg"}
 
 
 def _source(

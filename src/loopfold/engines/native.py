@@ -339,7 +339,7 @@ class _Writer:
         chains = 1 if tile * vectors >= 8 else 2  # independent sums, so that additions need not wait for each other
         chains = 4 if tile * vectors <= 2 else chains
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
-        matrix = self.pointer["matrix", v.index]  # type: ignore[index]
+        matrix = self.pointer["matrix", v.index]
         width = vectors * self.lanes
 
         def block(start: ir.Value, index: ir.Value, masks: list[Any]) -> None:

@@ -174,7 +174,8 @@ class _Hoist:
         order = ordered(emitted)
         used_constants = sorted({_constant(v) for v in order if v.op in ("constant", "matmul")})
         used_inputs = sorted({v.index for v in order if v.op == "input"})
-        builder, new = Builder(), {}
+        builder = Builder()
+        new: dict[Value, Value] = {}
         for v in order:
             index = v.index
             if v.op == "matmul":

@@ -116,7 +116,8 @@ class Builder:
     def cat(self, parts: Iterable[Value]) -> Value:
         """Rows side by side; neighbours cut from one row grow together again."""
         joined: list[Value] = []
-        for part in (p for part in parts for p in (part.args if part.op == "cat" else (part,))):
+        flat = [p for whole in parts for p in (whole.args if whole.op == "cat" else (whole,))]
+        for part in flat:
             last = joined[-1] if joined else None
             if (
                 last is not None
