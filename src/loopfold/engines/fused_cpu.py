@@ -65,7 +65,7 @@ class _FusedKernel(Kernel):
     def forward(
         self, program: Program, call: Call, constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        from loopfold.engines.native import Place, Source
+        from loopfold.engines.plan import Place, Source
 
         loop = program.loop
         out = [*loop.emitted, *(program.kept if call.record else ())]
@@ -101,7 +101,7 @@ class _FusedKernel(Kernel):
         kept: list[Tensor],
         incoming: list[Tensor | None],
     ) -> Gradients:
-        from loopfold.engines.native import Place, Source
+        from loopfold.engines.plan import Place, Source
 
         loop = program.loop
         stored, given = reverse.stored(), [*loop.emitted, *program.kept]

@@ -1,20 +1,19 @@
 """Native code for a loop: from rows and operations to one function of machine code, by way of LLVM.
 
-`Plan` decides what is computed when and where it is kept; `_Writer` writes it down as LLVM code. A step runs in
-stages. Each stage first makes its products and reductions, which read whole rows from memory, then its pointwise
-operations, one pass over the features for each width. Rows are taken in tiles: R sequences at a time share every load
-of a matrix, and their partial sums stay in registers.
+Rows are taken in tiles: R sequences at a time share every load of a matrix, and their partial sums stay in registers.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from loopfold.stepgraph.loop import LEAVES, POINTWISE, REDUCTIONS, Value, ordered
+from loopfold.engines.plan import Place, Plan, Source
+from loopfold.engines.vectors import Vectors
+from loopfold.stepgraph.loop import LEAVES, POINTWISE, Value, ordered
 
 OPENMP = ("omp_get_thread_num", "omp_get_num_threads")  # what a kernel asks of the library that runs its threads
 
@@ -28,140 +27,6 @@ class Machine:
 
     def lanes(self, dtype_bytes: int) -> int:
         return self.vector_bytes // dtype_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where rows of a value lie: a sequence, a buffer of the tile, or a buffer that the next step reads."""
-
-    kind: str  # "sequence" | "scratch" | "carry"
-    index: int  # which sequence or carry; for scratch the offset of the buffer
-    width: int
-    start: int = 0  # a part of the row: where it starts
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """What a kernel computes: its roots, and where they go."""
-
-    roots: tuple[tuple[Value, Place], ...]
-    sums: tuple[Value, ...]  # values of which only the sum over steps and sequences is wanted, one accumulator each
-    given: dict[Value, int]  # values that come as sequences: the index of the sequence
-    carries: tuple[int, ...]  # the widths of the rows carried from step to step
-    backwards: bool
-    masked: bool
-
-
-@dataclass(eq=False)
-class Plan:
-    """The order of work in one step."""
-
-    source: Source
-    lanes: int
-    places: dict[Value, Place] = field(default_factory=dict)
-    stores: dict[tuple[int, int, int], list[tuple[Value, Place]]] = field(default_factory=dict)
-    adds: dict[tuple[int, int, int], list[tuple[Value, int]]] = field(default_factory=dict)
-    products: dict[int, list[Value]] = field(default_factory=dict)
-    scratch: int = 0  # elements a row of the tile needs
-    _stages: dict[Value, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        source = self.source
-        order = ordered([*[v for v, _ in source.roots], *source.sums], stop=source.given)
-        for v in order:
-            self._stages[v] = self._stage(v)
-        for v, place in source.roots:
-            if v not in self.places and v.op not in LEAVES and v not in source.given:
-                self.places[v] = place  # rows that are kept anyway need no second home
-        for v, place in source.roots:
-            self._store(v, place)
-        for k, v in enumerate(source.sums):
-            self.adds.setdefault(self._group(v), []).append((v, k))
-        for v in order:
-            if (v.op == "matmul" or v.op in REDUCTIONS) and v not in source.given:
-                self.home(v)
-                self.products.setdefault(self._stages[v], []).append(v)
-                self._at_hand(v.args[0])
-        done: set[Any] = set()
-        while True:  # a value may need a home in an earlier group, which then grows
-            groups = {*self.stores, *self.adds}
-            todo = [(g, v) for g in groups for v in self._values_in(g) if (g, v) not in done]
-            for group, v in todo:
-                done.add((group, v))
-                self._reads(v, group)
-            if not todo:
-                break
-
-    def _values_in(self, group: tuple[int, int, int]) -> list[Value]:
-        return [v for v, _ in (*self.stores.get(group, ()), *self.adds.get(group, ()))]
-
-    # ---- when
-
-    def _stage(self, v: Value) -> int:
-        """The stage in which a value is computed; products and reductions come first in their stage."""
-        if v.op in LEAVES or v in self.source.given:
-            return 0
-        if v.op == "matmul" or v.op in REDUCTIONS:
-            return self._in_memory(v.args[0])
-        if v.op == "slice":
-            return self._stages[v.args[0]] if v.args[0].op != "cat" else self._in_memory(v.args[0])
-        if v.op == "cat":
-            return max(self._in_memory(a) for a in v.args)
-        return max((self._in_memory(a) if a.op == "cat" else self._stages[a] for a in v.args), default=0)
-
-    def _in_memory(self, v: Value) -> int:
-        """The first stage that can read whole rows of `v`."""
-        if v.op in LEAVES or v in self.source.given:
-            return 0
-        if v.op == "slice":
-            return self._in_memory(v.args[0])
-        return self._stages[v] if v.op == "cat" else self._stages[v] + 1
-
-    def _group(self, v: Value) -> tuple[int, int, int]:
-        """(stage, 0 for numbers and 1 for rows, width): numbers come first, since rows read them."""
-        stage = self._stages[v]
-        return stage, int(v.width > 1), v.width
-
-    # ---- where
-
-    def home(self, v: Value) -> Place:
-        """Where rows of `v` are kept within a step."""
-        if v not in self.places:
-            padded = -(-v.width // self.lanes) * self.lanes
-            self.places[v] = Place("scratch", self.scratch, v.width)
-            self.scratch += padded
-            if v.op not in REDUCTIONS and v.op != "matmul":
-                self._store(v, self.places[v])
-        return self.places[v]
-
-    def _store(self, v: Value, place: Place) -> None:
-        if v.op == "cat" and v not in self.source.given:
-            start = place.start
-            for part in v.args:
-                self._store(part, Place(place.kind, place.index, place.width, start))
-                start += part.width
-        elif not (v.op in ("matmul", *REDUCTIONS) and self.places.get(v) is place):
-            self.stores.setdefault(self._group(v), []).append((v, place))
-
-    def _at_hand(self, v: Value) -> None:
-        """Make sure that rows of `v` can be read from memory."""
-        if v.op == "slice" and v not in self.source.given:
-            self._at_hand(v.args[0])
-        elif v.op not in LEAVES and v not in self.source.given:
-            self.home(v)
-
-    def _reads(self, v: Value, group: tuple[int, int, int]) -> None:
-        """Give a home to everything that `group` needs for `v` and does not compute itself."""
-        if v.op in LEAVES or v in self.source.given:
-            return
-        if v.op in POINTWISE and (v.is_bool or self._group(v) == group):
-            for a in v.args:
-                self._reads(a, group)
-        else:
-            self._at_hand(v)
-
-
-# ------------------------------------------------------------------ writing it down
 
 
 @dataclass(frozen=True)
@@ -199,17 +64,10 @@ def write(source: Source, shape: Shape) -> Written:
     return Written(str(writer.module), writer.table, writer.row_size * shape.tile)
 
 
-class _Writer:
+class _Writer(Vectors):
     def __init__(self, plan: Plan, shape: Shape) -> None:
+        super().__init__(shape.dtype, shape.lanes)
         self.plan, self.source, self.shape = plan, plan.source, shape
-        self.lanes = shape.lanes
-        self.module = ir.Module("loopfold")
-        self.number = ir.FloatType() if shape.dtype == "float" else ir.DoubleType()
-        self.vector = ir.VectorType(self.number, self.lanes)
-        self.i64, self.i32 = ir.IntType(64), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [self.i64] * 4 + [ir.PointerType()] * 2)
-        self.function = ir.Function(self.module, kind, "kernel")
-        self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self._body()
         self._team()
 
@@ -341,12 +199,16 @@ class _Writer:
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
         matrix = self.pointer["matrix", v.index]
         width = vectors * self.lanes
+        # A matrix somewhat larger than the first-level cache would be fetched anew at every step. Read back to front at
+        # every second one, it finds there what was read last. Tiles of many rows have enough to do with what they fetch.
+        turns = tile <= 2 and 24 << 10 <= depth * blocks * width * self._align() <= 96 << 10
 
         def block(start: ir.Value, index: ir.Value, masks: list[Any]) -> None:
             base = self._gep(matrix, self._mul(index, depth * width))
             zero = [[[self._splat(0.0)] * vectors for _ in range(tile)] for _ in range(chains)]
             main = depth // chains
             with self._accumulate(main, zero) as (k, sums):
+                k = self._there_and_back(k, main) if turns else k
                 for c in range(chains):
                     at = self._add(self._mul(k, chains), self._int(c))
                     self._multiply_add(sums[c], rows, base, at, width, vectors)
@@ -366,6 +228,7 @@ class _Writer:
         full = blocks if padded and blocks * width == self._padded(v.width) else v.width // width
         if full > 1:
             with self._range(self._int(0), self._int(full), 1) as index:
+                index = self._there_and_back(index, full) if turns else index
                 block(self._mul(index, width), index, [None] * vectors)
         else:
             for index in range(full):
@@ -373,6 +236,11 @@ class _Writer:
         for index in range(full, blocks):
             masks = [self._mask(v.width - index * width - i * self.lanes, padded) for i in range(vectors)]
             block(self._int(index * width), self._int(index), masks)
+
+    def _there_and_back(self, i: Any, count: int) -> Any:
+        """i, or count - 1 - i at every second step."""
+        forwards = self.b.sub(self._int(1), self.b.mul(self.parity, self._int(2)))
+        return self.b.add(self.b.mul(self.parity, self._int(count - 1)), self.b.mul(i, forwards))
 
     def _multiply_add(
         self, sums: list[list[Any]], rows: list[Any], base: Any, k: Any, width: int, vectors: int
@@ -455,124 +323,7 @@ class _Writer:
             return v.op != "carry"
         return self.plan.places[v].kind == "sequence"
 
-    def _operation(self, v: Value, args: list[Any]) -> Any:
-        b = self.b
-        simple: dict[str, Callable[..., Any]] = {
-            "add": lambda p, q: b.fadd(p, q, flags=("contract",)),
-            "sub": lambda p, q: b.fsub(p, q, flags=("contract",)),
-            "mul": lambda p, q: b.fmul(p, q, flags=("contract",)),
-            "div": b.fdiv,
-            "neg": b.fneg,
-            "maximum": self._maximum,
-            "minimum": self._minimum,
-            "where": b.select,
-            "and": b.and_,
-            "or": b.or_,
-            "not": b.not_,
-            "relu": lambda p: b.select(b.fcmp_ordered("<=", p, self._splat(0.0)), self._splat(0.0), p),
-            "tanh": self._tanh,
-            "sigmoid": self._sigmoid,
-            "exp": self._exp,
-            "reciprocal": lambda p: b.fdiv(self._splat(1.0), p),
-            "sqrt": lambda p: b.call(self._intrinsic("llvm.sqrt", 1), [p]),
-            "rsqrt": lambda p: b.fdiv(self._splat(1.0), b.call(self._intrinsic("llvm.sqrt", 1), [p])),
-            "abs": lambda p: b.call(self._intrinsic("llvm.fabs", 1), [p]),
-            "sign": self._sign,
-            "expand": lambda p: p,
-            "detach": lambda p: p,
-        }
-        if v.op in simple:
-            return simple[v.op](*args)
-        comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
-        if v.op in comparisons:
-            return b.fcmp_ordered(comparisons[v.op], *args)
-        if v.op == "ne":
-            return b.fcmp_unordered("!=", *args)
-        if v.op == "pow":
-            return self._each_lane("pow", args[0], v.index)
-        return self._each_lane(v.op, args[0])  # log, log1p, expm1, sin, cos, erf: the C library's, lane by lane
-
-    def _each_lane(self, name: str, p: Any, *numbers: float) -> Any:
-        symbol = name + ("f" if self.shape.dtype == "float" else "")
-        function = self._declare(symbol, self.number, 1 + len(numbers))
-        out = ir.Constant(self.vector, ir.Undefined)
-        for i in range(self.lanes):
-            lane = ir.Constant(self.i32, i)
-            args = [self.b.extract_element(p, lane), *[ir.Constant(self.number, n) for n in numbers]]
-            out = self.b.insert_element(out, self.b.call(function, args), lane)
-        return out
-
-    def _maximum(self, p: Any, q: Any) -> Any:
-        return self.b.call(self._intrinsic("llvm.maximum", 2), [p, q])
-
-    def _minimum(self, p: Any, q: Any) -> Any:
-        return self.b.call(self._intrinsic("llvm.minimum", 2), [p, q])
-
-    def _sign(self, p: Any) -> Any:
-        b, zero = self.b, self._splat(0.0)
-        below = b.select(b.fcmp_ordered("<", p, zero), self._splat(-1.0), zero)
-        return b.select(b.fcmp_ordered(">", p, zero), self._splat(1.0), below)
-
-    def _polynomial(self, x: Any, coefficients: tuple[float, ...]) -> Any:
-        """Horner's scheme, the highest power first."""
-        fma = self._intrinsic("llvm.fma", 3)
-        value = self._splat(coefficients[0])
-        for c in coefficients[1:]:
-            value = self.b.call(fma, [value, x, self._splat(c)])
-        return value
-
-    def _exp(self, x: Any) -> Any:
-        """2ⁿ eʳ with n = round(x / ln 2) and |r| ≤ ln 2 / 2; eʳ by its series, to half a unit in the last place."""
-        b, fma = self.b, self._intrinsic("llvm.fma", 3)
-        single = self.shape.dtype == "float"
-        bits, mantissa, bias = (32, 23, 127) if single else (64, 52, 1023)
-        low, high = (-104.0, 89.0) if single else (-746.0, 710.0)
-        x = b.select(b.fcmp_ordered("<", x, self._splat(low)), self._splat(low), x)
-        x = b.select(b.fcmp_ordered(">", x, self._splat(high)), self._splat(high), x)
-        # adding 1.5 · 2^mantissa rounds to a whole number and leaves it in the lowest bits
-        magic = 1.5 * 2.0**mantissa
-        shifted = b.call(fma, [x, self._splat(1 / math.log(2)), self._splat(magic)])
-        n = b.fsub(shifted, self._splat(magic))
-        ln2_high = 0.693359375 if single else 6.93145751953125e-1  # few bits, so that n · ln2_high is exact
-        ln2_low = -2.12194440054690583e-4 if single else 1.42860682030941723212e-6
-        r = b.call(fma, [n, self._splat(-ln2_high), x])
-        r = b.call(fma, [n, self._splat(-ln2_low), r])
-        terms = 7 if single else 13
-        p = self._polynomial(r, tuple(1 / math.factorial(k) for k in range(terms, -1, -1)))
-        whole = ir.VectorType(ir.IntType(bits), self.lanes)
-
-        def integers(value: int) -> ir.Constant:
-            return ir.Constant(whole, [value] * self.lanes)
-
-        magic_bits = ((bias + mantissa) << mantissa) | (1 << (mantissa - 1))
-        exponent = b.sub(b.bitcast(shifted, whole), integers(magic_bits))
-        half = b.ashr(exponent, integers(1))  # two factors, so that neither over- nor underflows by itself
-        for part in (half, b.sub(exponent, half)):
-            power = b.bitcast(b.shl(b.add(part, integers(bias)), integers(mantissa)), self.vector)
-            p = b.fmul(p, power)
-        return p
-
-    def _sigmoid(self, x: Any) -> Any:
-        b, one = self.b, self._splat(1.0)
-        return b.fdiv(one, b.fadd(one, self._exp(b.fneg(x))))
-
-    def _tanh(self, x: Any) -> Any:
-        """1 - 2 / (e^{2|x|} + 1) with the sign of x; near zero, where that cancels, x + x³ P(x²)."""
-        b, one = self.b, self._splat(1.0)
-        size = b.call(self._intrinsic("llvm.fabs", 1), [x])
-        bound = b.select(b.fcmp_ordered(">", size, self._splat(20.0)), self._splat(20.0), size)
-        e = self._exp(b.fadd(bound, bound))
-        large = b.fsub(one, b.fdiv(self._splat(2.0), b.fadd(e, one)))
-        large = b.call(self._intrinsic("llvm.copysign", 2), [large, x])
-        z = b.fmul(x, x)
-        if self.shape.dtype == "float":
-            p = self._polynomial(z, TANH_NEAR_ZERO_SINGLE)
-        else:
-            p = b.fdiv(self._polynomial(z, TANH_NEAR_ZERO_DOUBLE[0]), self._polynomial(z, TANH_NEAR_ZERO_DOUBLE[1]))
-        small = b.call(self._intrinsic("llvm.fma", 3), [b.fmul(x, z), p, x])
-        return b.select(b.fcmp_ordered(">=", size, self._splat(0.625)), large, small)
-
-    # ---- rows, addresses, vectors
+    # ---- rows and addresses
 
     def _row(self, r: Any) -> Any:
         """The sequence of row r of the tile; rows beyond the last repeat it."""
@@ -632,127 +383,6 @@ class _Writer:
     def _scratch(self, r: Any, offset: Any, j: Any) -> Any:
         return self._gep(self.pointer["scratch", 0], self._add(self._add(self._mul(r, self.row_size), offset), j))
 
-    def _padded(self, width: int) -> int:
-        return -(-width // self.lanes) * self.lanes
-
-    def _int(self, value: int) -> ir.Constant:
-        return ir.Constant(self.i64, value)
-
-    def _add(self, a: Any, c: Any) -> Any:
-        if isinstance(a, ir.Constant) and isinstance(c, ir.Constant):
-            return self._int(a.constant + c.constant)
-        return self.b.add(a, c)
-
-    def _mul(self, a: Any, c: Any) -> Any:
-        c = self._int(c) if isinstance(c, int) else c
-        if isinstance(a, ir.Constant) and isinstance(c, ir.Constant):
-            return self._int(a.constant * c.constant)
-        return self.b.mul(a, c)
-
-    def _gep(self, pointer: Any, index: Any) -> Any:
-        return self.b.gep(pointer, [index], source_etype=self.number)
-
-    def _splat(self, value: Any) -> Any:
-        if isinstance(value, float):
-            return ir.Constant(self.vector, [value] * self.lanes)
-        one = self.b.insert_element(ir.Constant(self.vector, ir.Undefined), value, ir.Constant(self.i32, 0))
-        zeros = ir.Constant(ir.VectorType(self.i32, self.lanes), [0] * self.lanes)
-        return self.b.shuffle_vector(one, ir.Constant(self.vector, ir.Undefined), zeros)
-
-    def _first(self, count: int) -> ir.Constant:
-        kind = ir.VectorType(ir.IntType(1), self.lanes)
-        return ir.Constant(kind, [int(i < count) for i in range(self.lanes)])
-
-    def _load(self, pointer: Any, mask: Any) -> Any:
-        if mask is None:
-            return self.b.load(pointer, align=self._align(), typ=self.vector)
-        function = self._masked("load")
-        return self.b.call(function, [pointer, ir.Constant(self.i32, self._align()), mask, self._splat(0.0)])
-
-    def _save(self, value: Any, pointer: Any, mask: Any) -> None:
-        if mask is None:
-            self.b.store(value, pointer, align=self._align())
-        else:
-            self.b.call(self._masked("store"), [value, pointer, ir.Constant(self.i32, self._align()), mask])
-
-    def _align(self) -> int:
-        return 4 if self.shape.dtype == "float" else 8
-
-    # ---- declarations and loops
-
-    def _suffix(self, vector: bool) -> str:
-        return f"v{self.lanes}" * vector + ("f32" if self.shape.dtype == "float" else "f64")
-
-    def _declare(self, name: str, result: Any, arity: int) -> ir.Function:
-        if name in self.module.globals:
-            return self.module.globals[name]
-        return ir.Function(self.module, ir.FunctionType(result, [result] * arity), name)
-
-    def _intrinsic(self, name: str, arity: int) -> ir.Function:
-        return self._declare(f"{name}.{self._suffix(True)}", self.vector, arity)
-
-    def _masked(self, what: str) -> ir.Function:
-        name = f"llvm.masked.{what}.{self._suffix(True)}.p0"
-        if name in self.module.globals:
-            return self.module.globals[name]
-        mask = ir.VectorType(ir.IntType(1), self.lanes)
-        pointer = ir.PointerType()
-        if what == "load":
-            kind = ir.FunctionType(self.vector, [pointer, self.i32, mask, self.vector])
-        else:
-            kind = ir.FunctionType(ir.VoidType(), [self.vector, pointer, self.i32, mask])
-        return ir.Function(self.module, kind, name)
-
-    @contextmanager
-    def _range(self, start: Any, stop: Any, step: int) -> Iterator[Any]:
-        """`for i in range(start, stop, step)`; at least one turn."""
-        b = self.b
-        before, body = b.block, self.function.append_basic_block()
-        b.branch(body)
-        b.position_at_end(body)
-        i = b.phi(self.i64)
-        i.add_incoming(start, before)
-        yield i
-        following = b.add(i, self._int(step))
-        i.add_incoming(following, b.block)
-        after = self.function.append_basic_block()
-        b.cbranch(b.icmp_signed("<", following, stop), body, after)
-        b.position_at_end(after)
-
-    @contextmanager
-    def _accumulate(self, count: int, start: list[list[list[Any]]]) -> Iterator[tuple[Any, list[list[list[Any]]]]]:
-        """A loop of `count` turns that changes nested lists of vectors; afterwards they are in `_accumulated`."""
-        b = self.b
-        if count == 0:
-            spare = self.function.append_basic_block()  # never reached: keeps the caller's code free of cases
-            here = b.block
-            b.position_at_end(spare)
-            sums = [[list(row) for row in chain] for chain in start]
-            yield self._int(0), sums
-            b.unreachable()
-            b.position_at_end(here)
-            self._accumulated = [[list(row) for row in chain] for chain in start]
-            return
-        before, body = b.block, self.function.append_basic_block()
-        b.branch(body)
-        b.position_at_end(body)
-        i = b.phi(self.i64)
-        i.add_incoming(self._int(0), before)
-        phis = [[[b.phi(self.vector) for _ in row] for row in chain] for chain in start]
-        sums = [[list(row) for row in chain] for chain in phis]
-        yield i, sums
-        following = b.add(i, self._int(1))
-        i.add_incoming(following, b.block)
-        for chain, chain0, chain1 in zip(phis, start, sums, strict=True):
-            for row, row0, row1 in zip(chain, chain0, chain1, strict=True):
-                for phi, first, last in zip(row, row0, row1, strict=True):
-                    phi.add_incoming(first, before)
-                    phi.add_incoming(last, b.block)
-        after = self.function.append_basic_block()
-        b.cbranch(b.icmp_signed("<", following, self._int(count)), body, after)
-        b.position_at_end(after)
-        self._accumulated = sums
-
     @contextmanager
     def _rows(self) -> Iterator[Any]:
         if self.shape.tile == 1:
@@ -760,31 +390,3 @@ class _Writer:
         else:
             with self._range(self._int(0), self._int(self.shape.tile), 1) as r:
                 yield r
-
-    @contextmanager
-    def _features(self, width: int) -> Iterator[tuple[Any, Any]]:
-        """One vector of features after another: (the first of them, the mask of those that exist or None for all)."""
-        whole = width % self.lanes == 0
-        if width <= self.lanes:
-            yield self._int(0), None if whole else self._first(width)
-            return
-        with self._range(self._int(0), self._int(width), self.lanes) as j:
-            yield j, None if whole else self._below(j, width)
-
-    def _below(self, j: Any, width: int) -> Any:
-        kind = ir.VectorType(self.i64, self.lanes)
-        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), j, ir.Constant(self.i32, 0))
-        zeros = ir.Constant(ir.VectorType(self.i32, self.lanes), [0] * self.lanes)
-        at = self.b.add(
-            self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros),
-            ir.Constant(kind, list(range(self.lanes))),
-        )
-        return self.b.icmp_signed("<", at, ir.Constant(kind, [width] * self.lanes))
-
-
-# tanh(x) = x + x³ P(x²) for |x| < 0.625; the coefficients are those of the Cephes library, the highest power first
-TANH_NEAR_ZERO_SINGLE = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-TANH_NEAR_ZERO_DOUBLE = (
-    (-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3),
-    (1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3),
-)

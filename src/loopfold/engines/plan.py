@@ -1,0 +1,141 @@
+"""What a native kernel computes when, and where it is kept: the plan of one step.
+
+A step runs in stages. Each stage first makes its products and reductions, which read whole rows from memory, then its
+pointwise operations, one pass over the features for each width.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from loopfold.stepgraph.loop import LEAVES, POINTWISE, REDUCTIONS, Value, ordered
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where rows of a value lie: a sequence, a buffer of the tile, or a buffer that the next step reads."""
+
+    kind: str  # "sequence" | "scratch" | "carry"
+    index: int  # which sequence or carry; for scratch the offset of the buffer
+    width: int
+    start: int = 0  # a part of the row: where it starts
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a kernel computes: its roots, and where they go."""
+
+    roots: tuple[tuple[Value, Place], ...]
+    sums: tuple[Value, ...]  # values of which only the sum over steps and sequences is wanted, one accumulator each
+    given: dict[Value, int]  # values that come as sequences: the index of the sequence
+    carries: tuple[int, ...]  # the widths of the rows carried from step to step
+    backwards: bool
+    masked: bool
+
+
+@dataclass(eq=False)
+class Plan:
+    """The order of work in one step."""
+
+    source: Source
+    lanes: int
+    places: dict[Value, Place] = field(default_factory=dict)
+    stores: dict[tuple[int, int, int], list[tuple[Value, Place]]] = field(default_factory=dict)
+    adds: dict[tuple[int, int, int], list[tuple[Value, int]]] = field(default_factory=dict)
+    products: dict[int, list[Value]] = field(default_factory=dict)
+    scratch: int = 0  # elements a row of the tile needs
+    _stages: dict[Value, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        source = self.source
+        order = ordered([*[v for v, _ in source.roots], *source.sums], stop=source.given)
+        for v in order:
+            self._stages[v] = self._stage(v)
+        for v, place in source.roots:
+            if v not in self.places and v.op not in LEAVES and v not in source.given:
+                self.places[v] = place  # rows that are kept anyway need no second home
+        for v, place in source.roots:
+            self._store(v, place)
+        for k, v in enumerate(source.sums):
+            self.adds.setdefault(self._group(v), []).append((v, k))
+        for v in order:
+            if (v.op == "matmul" or v.op in REDUCTIONS) and v not in source.given:
+                self.home(v)
+                self.products.setdefault(self._stages[v], []).append(v)
+                self._at_hand(v.args[0])
+        done: set[Any] = set()
+        while True:  # a value may need a home in an earlier group, which then grows
+            groups = {*self.stores, *self.adds}
+            todo = [(g, v) for g in groups for v in self._values_in(g) if (g, v) not in done]
+            for group, v in todo:
+                done.add((group, v))
+                self._reads(v, group)
+            if not todo:
+                break
+
+    def _values_in(self, group: tuple[int, int, int]) -> list[Value]:
+        return [v for v, _ in (*self.stores.get(group, ()), *self.adds.get(group, ()))]
+
+    # ---- when
+
+    def _stage(self, v: Value) -> int:
+        """The stage in which a value is computed; products and reductions come first in their stage."""
+        if v.op in LEAVES or v in self.source.given:
+            return 0
+        if v.op == "matmul" or v.op in REDUCTIONS:
+            return self._in_memory(v.args[0])
+        if v.op == "slice":
+            return self._stages[v.args[0]] if v.args[0].op != "cat" else self._in_memory(v.args[0])
+        if v.op == "cat":
+            return max(self._in_memory(a) for a in v.args)
+        return max((self._in_memory(a) if a.op == "cat" else self._stages[a] for a in v.args), default=0)
+
+    def _in_memory(self, v: Value) -> int:
+        """The first stage that can read whole rows of `v`."""
+        if v.op in LEAVES or v in self.source.given:
+            return 0
+        if v.op == "slice":
+            return self._in_memory(v.args[0])
+        return self._stages[v] if v.op == "cat" else self._stages[v] + 1
+
+    def _group(self, v: Value) -> tuple[int, int, int]:
+        """(stage, 0 for numbers and 1 for rows, width): numbers come first, since rows read them."""
+        stage = self._stages[v]
+        return stage, int(v.width > 1), v.width
+
+    # ---- where
+
+    def home(self, v: Value) -> Place:
+        """Where rows of `v` are kept within a step."""
+        if v not in self.places:
+            padded = -(-v.width // self.lanes) * self.lanes
+            self.places[v] = Place("scratch", self.scratch, v.width)
+            self.scratch += padded
+            if v.op not in REDUCTIONS and v.op != "matmul":
+                self._store(v, self.places[v])
+        return self.places[v]
+
+    def _store(self, v: Value, place: Place) -> None:
+        if v.op == "cat" and v not in self.source.given:
+            start = place.start
+            for part in v.args:
+                self._store(part, Place(place.kind, place.index, place.width, start))
+                start += part.width
+        elif not (v.op in ("matmul", *REDUCTIONS) and self.places.get(v) is place):
+            self.stores.setdefault(self._group(v), []).append((v, place))
+
+    def _at_hand(self, v: Value) -> None:
+        """Make sure that rows of `v` can be read from memory."""
+        if v.op == "slice" and v not in self.source.given:
+            self._at_hand(v.args[0])
+        elif v.op not in LEAVES and v not in self.source.given:
+            self.home(v)
+
+    def _reads(self, v: Value, group: tuple[int, int, int]) -> None:
+        """Give a home to everything that `group` needs for `v` and does not compute itself."""
+        if v.op in LEAVES or v in self.source.given:
+            return
+        if v.op in POINTWISE and (v.is_bool or self._group(v) == group):
+            for a in v.args:
+                self._reads(a, group)
+        else:
+            self._at_hand(v)
