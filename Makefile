@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a .venv, installed anew only when pyproject.toml or constraints.txt changes.
-.PHONY: demo test check format clean
+.PHONY: demo test check bench format clean
 
 demo: .venv/ready
 	.venv/bin/python -m loopfold.demo
@@ -12,6 +12,10 @@ check: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
+bench: .venv/bench-ready
+	.venv/bin/python benchmarks/engines.py
+	.venv/bin/python benchmarks/output_recurrence.py
+
 format: .venv/ready
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -19,6 +23,10 @@ format: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	python3 -m venv .venv
 	.venv/bin/pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+.venv/bench-ready: .venv/ready
+	.venv/bin/pip install --quiet --editable '.[bench]' --constraint constraints.txt
 	touch $@
 
 clean:

@@ -516,3 +516,24 @@ def test_running_out_of_memory_is_not_called_bad_input() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         lf.unfold(greedy, x(), x(2, 5))
+
+
+def test_a_step_that_overwrites_its_state_is_told_so() -> None:
+    class Overwriting(lf.Transition):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            h += x
+            return h
+
+    with pytest.raises(ValueError, match=r"changes the state that it was given in place.*h = h \+ x, not h \+= x"):
+        lf.unfold(Overwriting(), x(4, 2, 3), state=x(2, 3))
+
+
+def test_an_initialiser_is_an_object() -> None:
+    with pytest.raises(TypeError, match=r"such as lf\.Orthogonal\(\); 'orthogonal' came"):
+        wrong.Elman(3, 5, recurrent_init="orthogonal")
+
+
+def test_truncation_needs_a_loss_at_every_step() -> None:
+    model: Any = lf.SequenceToOne(lf.Elman(3, 5), outputs=4)
+    with pytest.raises(TypeError, match="truncated_bptt needs SequenceToSequence.*SequenceToOne came"):
+        lf.truncated_bptt(model, model.loss, x(), y(), window=2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.transitions import zero_state
+from loopfold.states import zero_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
@@ -371,9 +371,9 @@ def test_gradient_flow_of_an_lstm_is_of_its_whole_state() -> None:
 @pytest.mark.parametrize(
     ("scale", "verdict"),
     [
-        (0.5, "vanishes after about 10 steps: it shrinks by 0.5 a step. Use a gated cell"),
-        (1.0, "healthy: it changes by 1 a step, and 1 of it is left after 39 steps"),
-        (1.5, "explodes after about 18 steps: it grows by 1.5 a step. Clip the gradient"),
+        (0.5, "vanishes after about 10 steps: 0.5 of it is left with every step back. Use a gated cell"),
+        (1.0, "healthy: 1 times its size with every step back, 1 times its size after 39 steps"),
+        (1.5, "explodes after about 18 steps: it grows 1.5-fold with every step back. Clip the gradient"),
     ],
 )
 def test_the_verdict_says_what_the_gradient_does_and_what_to_do(scale: float, verdict: str) -> None:
@@ -503,3 +503,11 @@ def test_a_learned_start_is_part_of_the_first_step() -> None:
     shares = assert_shares_sum_to_grad(model, model.loss, x, y)
     assert shares["h0"][0].all()
     assert not shares["h0"][1:].any()
+
+
+def test_a_gated_network_is_not_told_to_use_gates() -> None:
+    model = lf.SequenceToSequence(lf.LSTM(3, 5, forget_bias=-8.0), outputs=4)
+    flow = lf.gradient_flow(model, model.loss, torch.randn(30, 2, 3), torch.zeros(30, 2, dtype=torch.long))
+    assert "vanishes" in flow.verdict
+    assert "forget_bias=1.0" in flow.verdict
+    assert "gated cell" not in flow.verdict

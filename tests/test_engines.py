@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.transitions import leaves
+from loopfold.states import leaves
 
 ENGINES = (lf.Looped(), lf.FusedCPU())
 DTYPES = [torch.float64, torch.float32]

@@ -19,7 +19,7 @@ PUBLIC = """
     step_graph StepGraph Engine Recurrence Sequential Looped FusedCPU Auto
     unfold Unfolding
     Recurrent Stacked Bidirectional from_torch to_torch
-    Classes Reals TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Greedy Sample
+    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Greedy Sample
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
     bptt BPTT per_step_gradients gradient_flow GradientFlow truncated_bptt
 """

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import loopfold as lf
 from loopfold.recurrent import Recurrent
-from loopfold.transitions import leaves
+from loopfold.states import leaves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64

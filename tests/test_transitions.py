@@ -10,7 +10,7 @@ from helpers import FastAndSlow, LearnedStart, Memory, TwoMatrices, assert_same,
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.transitions import describe, leaves, map_state, rebuild, zero_state
+from loopfold.states import describe, leaves, map_state, rebuild, zero_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
@@ -257,3 +257,16 @@ def test_a_learned_initial_state_gets_its_gradient() -> None:
     needed = gradients(lf.unfold(cell.step, x, h0).hidden.sum(), {"h0": h0})["h0"].sum(0)
     assert_same(gradients(lf.unfold(cell, x).hidden.sum(), cell)["h0"], needed)
     assert needed.abs().min() > 0
+
+
+def test_a_cell_that_reads_h_and_x_side_by_side_works_in_a_pattern() -> None:
+    class Concatenated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3 + 5, 5)
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(torch.cat([h, x], -1)))
+
+    model = lf.SequenceToSequence(Concatenated(), outputs=4)
+    assert model(torch.randn(7, 2, 3)).shape == (7, 2, 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.transitions import leaves, map_state
+from loopfold.states import leaves, map_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64

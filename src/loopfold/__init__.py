@@ -2,18 +2,21 @@
 
 The modules in the order in which data flows; each imports only from those above it.
 
+    states         the state as a tree of tensors, and the zeros that a step starts from
     transitions    one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph      the step as data: trace, loop and rules (its language), hoist, differentiate
-    engines        the ways to run it: base, sequential, compiled (what the next share), looped, native, fused_cpu, auto
+    engines        the ways to run it: base, sequential, compiled (what the next share), looped,
+                   plan, vectors and native (machine code), fused_cpu, auto
     unfolding      unfold(), Unfolding
     recurrent      nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
     feeding        what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
     patterns       SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder
-    bptt           the book's gradients by hand; the share of each step; how far gradients reach
+    bptt           the book's gradients by hand; truncated back-propagation
+    gradients      the share of each step; how far gradients reach
     demo           a small network learns a task while you watch
 """
 
-from loopfold.bptt import BPTT, GradientFlow, bptt, gradient_flow, per_step_gradients, truncated_bptt
+from loopfold.bptt import BPTT, bptt, truncated_bptt
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
@@ -22,8 +25,11 @@ from loopfold.engines.sequential import Sequential
 from loopfold.feeding import (
     Classes,
     Coin,
+    Feeding,
     FreeRunning,
     Greedy,
+    Outputs,
+    Pick,
     Ramp,
     Reals,
     Sample,
@@ -31,6 +37,7 @@ from loopfold.feeding import (
     Soft,
     TeacherForcing,
 )
+from loopfold.gradients import GradientFlow, gradient_flow, per_step_gradients
 from loopfold.patterns import (
     Autoencoder,
     EncoderDecoder,
@@ -68,6 +75,7 @@ __all__ = [
     "Elman",
     "EncoderDecoder",
     "Engine",
+    "Feeding",
     "FreeRunning",
     "FusedCPU",
     "GradientFlow",
@@ -77,6 +85,8 @@ __all__ = [
     "Looped",
     "Orthogonal",
     "OutputRecurrence",
+    "Outputs",
+    "Pick",
     "Prediction",
     "Ramp",
     "Reals",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopfold.transitions import whole_number
+from loopfold.states import whole_number
 
 # ------------------------------------------------------------------ what an output means
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer
-from loopfold.transitions import State, Step, Transition, map_state, whole_number
+from loopfold.states import State, Step, map_state, whole_number
+from loopfold.transitions import Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
 
 

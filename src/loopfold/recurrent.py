@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto, explain
 from loopfold.engines.base import Engine
-from loopfold.transitions import GRU, LSTM, Elman, State, Step, leaves, map_state, name_of, zero_state
+from loopfold.states import State, Step, leaves, map_state, name_of, zero_state
+from loopfold.transitions import GRU, LSTM, Elman
 from loopfold.unfolding import Unfolding, checked, unfold
 
 

@@ -1,15 +1,8 @@
-"""Transitions: one step of a recurrent network, `state = f(state, x)`. Nothing here knows of time.
+"""Transitions: one step of a recurrent network, `state = f(state, x)`. Nothing here knows of time."""
 
-A state is a tensor `[batch, n]`, or a tuple or NamedTuple of tensors whose first dimension is the batch.
-"""
-
-import inspect
-import itertools
 import math
-import typing
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,71 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-State = Any  # Tensor | tuple[State, ...] | NamedTuple; Python's types cannot say "any NamedTuple of tensors"
-Step = Callable[..., State]  # f(state, x) -> state, or f(state) -> state where there is no input
-
-
-# ------------------------------------------------------------------ the state as a tree of tensors
-
-
-def leaves(state: State) -> list[Tensor]:
-    """The tensors of a state, in order.
-
-    >>> [tuple(leaf.shape) for leaf in leaves((torch.zeros(2, 3), torch.zeros(2, 5)))]
-    [(2, 3), (2, 5)]
-    """
-    if isinstance(state, Tensor):
-        return [state]
-    if isinstance(state, tuple):
-        return [leaf for part in state for leaf in leaves(part)]
-    raise TypeError(
-        f"a state is a tensor, or a tuple or NamedTuple of tensors; this one holds a {type(state).__name__}."
-    )
-
-
-def rebuild(like: State, new: Iterable[Tensor]) -> State:
-    """A state with the structure of `like` and the tensors of `new`."""
-    flow = iter(new)
-
-    def build(part: State) -> State:
-        if isinstance(part, Tensor):
-            return next(flow)
-        parts = [build(p) for p in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
-
-    return build(like)
-
-
-def map_state(function: Callable[..., Tensor], state: State, *others: State) -> State:
-    """`function` applied leaf by leaf; the result has the structure of `state`."""
-    columns = zip(leaves(state), *map(leaves, others), strict=True)
-    return rebuild(state, [function(*column) for column in columns])
-
-
-def describe(state: State) -> str:
-    """The structure and shapes of a state in words, for error messages: `LSTMState(h (2, 3), c (2, 3))`."""
-    if isinstance(state, Tensor):
-        return str(tuple(state.shape))
-    if not isinstance(state, tuple):
-        return type(state).__name__
-    fields = getattr(state, "_fields", None)
-    parts = [describe(part) for part in state]
-    if fields:
-        return f"{type(state).__name__}({', '.join(f'{k} {p}' for k, p in zip(fields, parts, strict=True))})"
-    return f"tuple({', '.join(parts)})"
-
-
-def name_of(f: Step) -> str:
-    """What to call a step in messages."""
-    return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
-
-
-def whole_number(owner: str, name: str, number: int) -> int:
-    """`number`, if it is a whole number of at least 1; `owner` and `name` say in the error what it was for."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{owner} needs {name} as a whole number of at least 1; {number!r} came.")
-    return number
-
+from loopfold.states import State, name_of, whole_number, zero_state
 
 # ------------------------------------------------------------------ how W starts
 
@@ -117,7 +46,7 @@ class ScaledIdentity:
             W.copy_(torch.eye(*W.shape, dtype=W.dtype, device=W.device) * self.scale)
 
 
-Initialiser = Uniform | Orthogonal | ScaledIdentity
+Initialiser = Callable[[Tensor, torch.Generator | None], None]  # changes a matrix in place
 
 
 # ------------------------------------------------------------------ transitions
@@ -340,6 +269,8 @@ def _gates(
     dtype: torch.dtype | None,
 ) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
     """U, W and b for a number of gates stacked along the rows; every gate's own W is initialised by itself."""
+    if not callable(recurrent_init):
+        raise TypeError(f"recurrent_init must be an object such as lf.Orthogonal(); {recurrent_init!r} came.")
     U = nn.Parameter(torch.empty(gates * n, n_in, device=device, dtype=dtype))
     W = nn.Parameter(torch.empty(gates * n, n, device=device, dtype=dtype))
     b = nn.Parameter(torch.empty(gates * n, device=device, dtype=dtype))
@@ -355,82 +286,3 @@ def _start_forget_gate(b: Tensor, value: float | None) -> None:
     if value is not None:
         i, f, g, o = b.detach().chunk(4)
         f.fill_(value)
-
-
-# ------------------------------------------------------------------ the state that a step starts from
-
-
-def zero_state(f: Step, batch: int, x: Tensor | None = None) -> State:
-    """Zeros of the size that `f` maps onto itself: f([batch, n], x) is [batch, n] again.
-
-    The sizes tried are those of the parameters of `f` and of `x [batch, ...]`, where it is known; the structures
-    are a tensor, the NamedTuple that the first argument is annotated with, and a pair.
-    """
-    key = (None if x is None else x.shape[1:], None if x is None else x.dtype)
-    found = _known_states.setdefault(f, {}) if isinstance(f, nn.Module) else {}
-    if key not in found:
-        found[key] = _search_state(f, x)
-    like = _a_tensor_of(f, x)
-    return map_state(lambda leaf: like.new_zeros(batch, *leaf.shape[1:]), found[key])
-
-
-_known_states: weakref.WeakKeyDictionary[nn.Module, dict[Any, State]] = weakref.WeakKeyDictionary()
-_TRIAL_BATCH = 7  # odd enough that `h, c = state` fails on a plain tensor
-
-
-def _a_tensor_of(f: Step, x: Tensor | None) -> Tensor:
-    """A tensor whose dtype and device the state takes over."""
-    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
-    floating = [t for t in (*tensors, x) if t is not None and t.is_floating_point()]
-    return floating[0] if floating else torch.zeros(())
-
-
-def _search_state(f: Step, x: Tensor | None) -> State:
-    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
-    sizes = sorted({size for t in tensors for size in t.shape} | (set(x.shape[1:]) if x is not None else set()))
-    like = _a_tensor_of(f, x)
-    if x is not None:
-        inputs: list[tuple[Tensor, ...]] = [(x.new_zeros(_TRIAL_BATCH, *x.shape[1:]),)]
-    else:
-        vectors = [like.new_zeros(_TRIAL_BATCH, m) for m in sizes]
-        classes = torch.zeros(_TRIAL_BATCH, dtype=torch.long, device=like.device)
-        inputs = [(), *((vector,) for vector in vectors), (classes,)]
-
-    step = f.forward if isinstance(f, nn.Module) else f  # not f itself: hooks on a module are no part of the trial
-    error: Exception | None = None
-    for structure in _possible_structures(f):
-        fits = {}
-        for n, arguments in itertools.product(sizes, inputs):
-            state = structure(like.new_zeros(_TRIAL_BATCH, n))
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    new = step(state, *arguments)
-                if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
-                    fits[n] = new  # in the structure that f returns, which may be a NamedTuple
-            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as reason:
-                error = reason
-        if len(fits) == 1:
-            return next(iter(fits.values()))
-        if fits:
-            raise ValueError(
-                f"{name_of(f)} accepts states of several sizes ({', '.join(map(str, fits))}), so zeros cannot be "
-                f"chosen for it. Pass state=..., or define initial_state(self, batch) on it."
-            )
-    raise ValueError(
-        f"no zero state was found for {name_of(f)}: no size among {sizes} is mapped onto itself. "
-        f"Pass state=..., or define initial_state(self, batch) on it."
-    ) from error
-
-
-def _possible_structures(f: Step) -> list[Callable[[Tensor], State]]:
-    structures: list[Callable[[Tensor], State]] = [lambda leaf: leaf, lambda leaf: (leaf, leaf)]
-    function = f.forward if isinstance(f, nn.Module) else f
-    try:
-        hints = typing.get_type_hints(function)
-        first = next(iter(inspect.signature(function).parameters))
-        fields = getattr(hints.get(first), "_fields", None)
-    except (NameError, TypeError, ValueError, StopIteration):
-        fields = None  # no signature, or annotations that name things out of reach: the plain structures remain
-    if fields is not None:
-        structures.insert(0, lambda leaf: hints[first](*[leaf] * len(fields)))
-    return structures

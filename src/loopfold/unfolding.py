@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.transitions import State, Step, Transition, describe, leaves, map_state, name_of, rebuild, zero_state
+from loopfold.states import State, Step, describe, leaves, map_state, name_of, rebuild, zero_state
+from loopfold.transitions import Transition
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from loopfold.engines.compiled import Program, program_of
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
+from loopfold.states import State, leaves, name_of
 from loopfold.stepgraph.loop import Value, ordered
-from loopfold.transitions import State, leaves, name_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopfold.transitions import State, Step, describe, leaves, name_of
+from loopfold.states import State, Step, describe, leaves, name_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def first_step(recurrence: Recurrence) -> State:
     """state(1), with the checks that only a step can make: that `f` runs, and gives back a state like state(0)."""
     f, state = recurrence.f, recurrence.state
     x = "" if recurrence.x is None else f" and x(t) {tuple(recurrence.x.shape[1:])}"
+    versions = [leaf._version for leaf in leaves(state) if not leaf.is_inference()]
     try:
         new = recurrence.take(state, 0)
     except torch.OutOfMemoryError:
@@ -57,6 +58,11 @@ def first_step(recurrence: Recurrence) -> State:
         raise ValueError(
             f"{name_of(f)} could not take its first step from state {describe(state)}{x}: {error}"
         ) from error
+    if versions != [leaf._version for leaf in leaves(state) if not leaf.is_inference()]:
+        raise ValueError(
+            f"{name_of(f)} changes the state that it was given in place, so earlier states would be lost. "
+            f"Return a new tensor: h = h + x, not h += x."
+        )
     if not isinstance(new, Tensor | tuple):
         raise TypeError(
             f"{name_of(f)} returned a {type(new).__name__}; a step returns the next state, {describe(state)}."

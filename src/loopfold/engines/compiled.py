@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Engine, Recurrence, first_step
+from loopfold.states import State, leaves, rebuild
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.hoist import Loop, hoist, needed_for
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.trace import Node, Refusal, StepGraph, fingerprint, trace
-from loopfold.transitions import State, leaves, rebuild
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, run_compiled
+from loopfold.states import State, leaves
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value
-from loopfold.transitions import State, leaves
 
 _log = logging.getLogger("loopfold")
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, run_compiled
+from loopfold.states import State
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value, ordered
-from loopfold.transitions import State
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,8 @@ class _Writer(Vectors):
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
         matrix = self.pointer["matrix", v.index]
         width = vectors * self.lanes
-        # A matrix somewhat larger than the first-level cache would be fetched anew at every step. Read back to front at
-        # every second one, it finds there what was read last. Tiles of many rows have enough to do with what they fetch.
+        # A matrix somewhat larger than the first-level cache would be fetched anew at every step. Read back to front
+        # at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
         turns = tile <= 2 and 24 << 10 <= depth * blocks * width * self._align() <= 96 << 10
 
         def block(start: ir.Value, index: ir.Value, masks: list[Any]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence, first_step
-from loopfold.transitions import State, leaves, map_state, rebuild
+from loopfold.states import State, leaves, map_state, rebuild
 
 
 @dataclass(frozen=True)

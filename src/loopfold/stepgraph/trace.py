@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loopfold.transitions import State, Step, leaves, name_of, rebuild, zero_state
+from loopfold.states import State, Step, leaves, name_of, rebuild, zero_state
 
 
 class Refusal(Exception):

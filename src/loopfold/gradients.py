@@ -1,0 +1,330 @@
+"""What each step adds to a gradient, and how far back gradients reach; for any transition."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.bptt import Loss
+from loopfold.engines.sequential import Sequential
+from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, VectorToSequence
+from loopfold.recurrent import Bidirectional, Recurrent
+from loopfold.states import State, leaves, map_state, name_of
+from loopfold.transitions import GRU, LSTM, LayerNormLSTM
+
+# ------------------------------------------------------------------ the share of each step
+
+
+def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """What each step adds to each gradient: ∇W(t), where W(t) is a copy of W that step t alone uses (M16).
+
+    For any transition and pattern; `loss_fn(o, y)` is a scalar, with `model.loss` the book's. Every entry is
+    `[steps, *shape]` and sums over its steps to `.grad`. Names are shortened as far as they stay unique: `"W"`,
+    not `"recurrent.cell.W"`. Steps count in the order in which they are taken: a backward layer's first is x(τ).
+    What a parameter does outside the steps, as a learned initial state, counts with the first of them.
+
+    >>> from loopfold import Elman, SequenceToSequence
+    >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
+    >>> shares = per_step_gradients(model, model.loss, torch.randn(7, 2, 3), torch.zeros(7, 2, dtype=torch.long))
+    >>> shares["W"].shape
+    torch.Size([7, 5, 5])
+    """
+    with _plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
+        loss = loss_fn(_outputs(model, x, y), y)
+    if loss.dim() != 0:
+        raise ValueError(f"loss_fn must return one number; a tensor of shape {tuple(loss.shape)} came. Sum it.")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted = [*parameters.values()]
+    for call in calls:
+        wanted += [*call.copies.values(), *([call.output] if call.is_for_all_steps else [])]
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, wanted, allow_unused=True)
+    gradients = dict(zip(map(id, wanted), found, strict=True))
+
+    shares: dict[str, Tensor] = {}
+    for name, p in parameters.items():
+        steps = [_shares(call, p, gradients) for call in calls if p in call.copies]
+        outside = gradients[id(p)]  # not through any call's copy
+        if outside is not None:
+            steps = [torch.cat([steps[0][:1] + outside, steps[0][1:]]), *steps[1:]] if steps else [outside[None]]
+        if steps:
+            shares[name] = torch.cat(steps)
+    short = _short_names(model)
+    return {short[name]: share for name, share in shares.items()}
+
+
+@dataclass
+class _Call:
+    """One use of a module that owns parameters, and the copies of them that it alone used."""
+
+    owner: nn.Module
+    inputs: tuple[Any, ...]
+    copies: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    output: Any = None
+    is_for_all_steps: bool = False
+
+
+def _cells(model: nn.Module) -> list[nn.Module]:
+    """The transitions of a model, each once."""
+    found = [part.cell for part in model.modules() if isinstance(part, Recurrent) and isinstance(part.cell, nn.Module)]
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _plain_loops(model: nn.Module) -> Iterator[None]:
+    """Every layer runs as the plain loop, whose every step is a call that a hook can see."""
+    recurrents = [part for part in model.modules() if isinstance(part, Recurrent)]
+    engines = [part.engine for part in recurrents]
+    try:
+        for part in recurrents:
+            part.engine = Sequential()
+        yield
+    finally:
+        for part, engine in zip(recurrents, engines, strict=True):
+            part.engine = engine
+
+
+@contextmanager
+def _copies_for_each_call(model: nn.Module, sequences: set[torch.Size]) -> Iterator[list[_Call]]:
+    """Each call of a transition, and of any other module with parameters of its own, uses copies made for it alone.
+
+    A call of such another module on sequences, whose shapes `[τ, batch]` are given, is for all their steps.
+    """
+    cells = _cells(model)
+    inside = {part for cell in cells for part in cell.modules()}
+    owners = {cell: [*cell.modules()] for cell in cells} | {m: [m] for m in model.modules() if m not in inside}
+    slots = {
+        owner: [(m, key, p) for m in parts for key, p in m._parameters.items() if p is not None and p.requires_grad]
+        for owner, parts in owners.items()
+    }
+    calls: list[_Call] = []
+    running: list[_Call] = []
+
+    def enter(owner: nn.Module, inputs: tuple[Any, ...]) -> None:
+        call = _Call(owner, inputs)
+        for module, key, p in slots[owner]:
+            if module._parameters[key] is p:  # else it is a copy already: this call is a part of another
+                module._parameters[key] = call.copies.setdefault(p, nn.Parameter(p.detach().clone()))
+        calls.append(call)
+        running.append(call)
+
+    def leave(owner: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        call = running.pop()
+        call.output = output
+        shapes = {part.shape[:2] if isinstance(part, Tensor) else None for part in (*inputs, output)}
+        alone = owner not in cells and next(owner.children(), None) is None
+        call.is_for_all_steps = alone and len(shapes) == 1 and shapes <= sequences and output.requires_grad
+        for module, key, p in slots[owner]:
+            if p in call.copies:
+                module._parameters[key] = p
+
+    watched = [owner for owner in slots if slots[owner]]
+    hooks = [owner.register_forward_pre_hook(enter) for owner in watched]
+    hooks += [owner.register_forward_hook(leave) for owner in watched]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, key, p in (slot for owner in watched for slot in slots[owner]):
+            module._parameters[key] = p
+
+
+@torch.enable_grad()
+def _shares(call: _Call, p: nn.Parameter, gradients: dict[int, Tensor | None]) -> Tensor:
+    """What a call adds to the gradient of `p`, `[steps, *shape]`."""
+    whole = gradients[id(call.copies[p])]
+    if whole is None:
+        whole = torch.zeros_like(p)
+    flow = gradients[id(call.output)] if call.is_for_all_steps else None
+    if flow is None:
+        return whole[None]
+    name = next(name for name, own in call.owner.named_parameters() if own is p)
+    inputs = [part.detach() for part in call.inputs]
+    theta = p.detach().repeat(len(flow), *[1] * p.dim()).requires_grad_()  # θ(t): one copy for every step
+    step = torch.vmap(lambda theta, *inputs: torch.func.functional_call(call.owner, {name: theta}, inputs))
+    try:
+        output = step(theta, *inputs)
+    except RuntimeError:
+        return whole[None]
+    # a module that mixes the steps, as a convolution over time, has no share of one step to speak of
+    return torch.autograd.grad(output, theta, flow)[0] if torch.allclose(output, call.output) else whole[None]
+
+
+def _outputs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model.given(x, y) if isinstance(model, Pattern) else model(x)
+
+
+def _short_names(model: nn.Module) -> dict[str, str]:
+    """Each parameter's name without the leading parts that are not needed to tell it from the others."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def short(name: str) -> str:
+        parts = name.split(".")
+        for k in range(1, len(parts) + 1):
+            end = ".".join(parts[-k:])
+            if sum(other == end or other.endswith("." + end) for other in names) == 1:
+                return end
+        return name
+
+    return {name: short(name) for name in names}
+
+
+# ------------------------------------------------------------------ how far gradients reach
+
+
+@dataclass(frozen=True)
+class GradientFlow:
+    """How much the loss at one step depends on the state at an earlier one (M17).
+
+    `norms[t, k]`   ‖∂L(t)/∂h(k)‖ over the whole state and batch, zero where k cannot influence t; a model with one
+                    output at the end has one row
+    `reach[d]`      the same by distance d, relative to d = 0: the geometric mean over all t and k = t - d
+    `rate`          the factor by which the gradient changes with every step back
+    `verdict`       what that means, in words, and what to do about it
+    """
+
+    norms: Tensor
+    gated: bool = False  # whether all transitions have gates already, so that the advice is not to use them
+    reach: Tensor = field(init=False)
+    rate: float = field(init=False)
+    verdict: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        reach = _by_distance(self.norms)
+        rate = _rate(reach)
+        object.__setattr__(self, "reach", reach)
+        object.__setattr__(self, "rate", rate)
+        object.__setattr__(self, "verdict", _verdict(reach, rate, self.gated))
+
+
+VANISHED, EXPLODED = 1e-3, 1e3  # the size relative to distance 0 at which a gradient counts as gone, or as too large
+
+
+def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> GradientFlow:
+    """The norms of ∂L(t)/∂h(k) = ∂L(t)/∂h(t) · Π ∂h(j)/∂h(j-1), for any transition (M17).
+
+    `h` is the whole state of the network, of all its layers and of both h and c for an LSTM. `loss_fn(o, y)` is
+    called on each step by itself, `o[t:t+1]` and `y[t:t+1]`. Costs τ passes backwards: O(τ²).
+
+    >>> from loopfold import Elman, SequenceToSequence
+    >>> model = SequenceToSequence(Elman(3, 5), outputs=4)
+    >>> flow = gradient_flow(model, model.loss, torch.randn(40, 2, 3), torch.zeros(40, 2, dtype=torch.long))
+    >>> flow.norms.shape, flow.verdict.split()[0]
+    (torch.Size([40, 40]), 'vanishes')
+    """
+    if not _cells(model):
+        raise TypeError(
+            f"{name_of(model)} holds no lf.Recurrent with a module as its transition, so no states to follow."
+        )
+    if isinstance(model, VectorToSequence | EncoderDecoder | Autoencoder):
+        raise TypeError(f"gradient_flow follows networks that take one step for each x(t); not {name_of(model)}.")
+    tau = x.shape[0]
+    with _plain_loops(model), _chains(model) as chains, torch.enable_grad():
+        o = _outputs(model, x, y)
+        if not isinstance(o, Tensor):
+            raise TypeError(f"gradient_flow needs a model that returns outputs o; a {type(o).__name__} came.")
+        every_step = o.dim() > 2 and o.shape[:2] == x.shape[:2]
+        losses = [loss_fn(o[t : t + 1], y[t : t + 1]) for t in range(tau)] if every_step else [loss_fn(o, y)]
+
+    backwards = _read_backwards(model)
+    steps = [chain[::-1] if cell in backwards else chain for cell, chain in chains.items()]
+    if any(len(chain) != tau for chain in steps):
+        raise ValueError(
+            f"gradient_flow follows networks whose every layer takes one step for each x(t), τ = {tau}; "
+            f"{name_of(model)} took {sorted({len(chain) for chain in steps})}."
+        )
+    nodes = [leaf for k in range(tau) for chain in steps for leaf in leaves(chain[k])]
+    width = len(nodes) // tau
+    norms = o.new_zeros(len(losses), tau)
+    for t, loss in enumerate(losses):
+        found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
+        for k in range(tau):
+            parts = [g.square().sum() for g in found[k * width : (k + 1) * width] if g is not None]
+            if parts:
+                norms[t, k] = torch.stack(parts).sum().sqrt()
+    return GradientFlow(norms, all(isinstance(cell, LSTM | LayerNormLSTM | GRU) for cell in _cells(model)))
+
+
+@contextmanager
+def _chains(model: nn.Module) -> Iterator[dict[nn.Module, list[State]]]:
+    """Every state of every transition, in the order in which they are taken."""
+    chains: dict[nn.Module, list[State]] = {}
+
+    def record(cell: nn.Module, inputs: tuple[Any, ...], state: State) -> State:
+        # copies, so that the gradient at one leaf leaves out its way through another: h(t) = σ(o) tanh(c(t)) of an LSTM
+        state = map_state(lambda leaf: leaf.clone(), state)
+        chains.setdefault(cell, []).append(state)
+        return state
+
+    hooks = [cell.register_forward_hook(record) for cell in _cells(model)]
+    try:
+        yield chains
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _read_backwards(model: nn.Module) -> set[nn.Module]:
+    """The transitions that take x(τ) first. Backwards within backwards is forwards again."""
+    found: set[nn.Module] = set()
+    for part in model.modules():
+        if isinstance(part, Bidirectional):
+            found ^= set(_cells(part.backwards))
+    return found
+
+
+def _by_distance(norms: Tensor) -> Tensor:
+    """The geometric mean of `norms` by the distance t - k, relative to distance 0."""
+    rows, tau = norms.shape
+    logs = norms.double().log()
+    t = torch.arange(tau - rows, tau, device=norms.device)  # one output: its row is t = τ
+    counts = norms[t - (tau - rows), t] != 0  # a step that the loss leaves out says nothing
+    means = []
+    for d in range(tau):
+        there = counts & (t >= d)
+        if not bool(there.any()):
+            break
+        means.append(logs[there, t[there] - d].mean())
+    if not means:
+        return norms.new_zeros(1, dtype=torch.float64)
+    reach = torch.stack(means)
+    return (reach - reach[0]).exp()
+
+
+def _rate(reach: Tensor) -> float:
+    """The factor per step: the slope of a straight line through log reach, as far as it has not underflowed."""
+    seen = (reach > 0) & reach.isfinite()
+    count = int(seen.long().cumprod(0).sum())
+    if count < 2:
+        return 0.0 if len(reach) > 1 else 1.0
+    d = torch.arange(count, dtype=torch.float64)
+    log = reach[:count].log()
+    slope = ((d - d.mean()) * (log - log.mean())).sum() / (d - d.mean()).square().sum()
+    return math.exp(float(slope))
+
+
+def _verdict(reach: Tensor, rate: float, gated: bool) -> str:
+    if not float(reach[0]):
+        return "no gradient: the loss does not depend on the states at all. Look at loss_fn and at the outputs."
+    if len(reach) < 2:
+        return "healthy: one step only, so there is nothing to carry."
+    if not bool(reach.isfinite().all()) or float(reach.max()) > EXPLODED:
+        d = int((~(reach <= EXPLODED)).nonzero()[0])
+        cell = "" if gated else ", or use a gated cell (lf.LSTM, lf.GRU)"
+        return (
+            f"explodes after about {d} steps: it grows {rate:.3g}-fold with every step back. Clip the gradient "
+            f"(torch.nn.utils.clip_grad_norm_), start W smaller or orthogonal (recurrent_init=lf.Orthogonal()){cell}."
+        )
+    if float(reach.min()) < VANISHED:
+        d = int((reach < VANISHED).nonzero()[0])
+        cell = "Start the forget gate open (forget_bias=1.0)" if gated else "Use a gated cell (lf.LSTM, lf.GRU)"
+        return (
+            f"vanishes after about {d} steps: {rate:.3g} of it is left with every step back. {cell}, or start W "
+            f"orthogonal (recurrent_init=lf.Orthogonal())."
+        )
+    after = f"{float(reach[-1]):.2g} times its size after {len(reach) - 1} steps"
+    return f"healthy: {rate:.3g} times its size with every step back, {after}."
