@@ -16,7 +16,7 @@ def gradients(cell: nn.Module, x: Tensor, lengths: list[int] | None, engine: lf.
     cell.zero_grad()
     run = lf.unfold(cell, x, lengths=lengths, engine=engine)
     (run.hidden.square().sum() + run.last_hidden.sum()).backward()
-    return [run.hidden.detach().cpu(), *[p.grad.cpu() for p in cell.parameters() if p.grad is not None]]
+    return [run.hidden.detach().cpu(), *[p.grad.cpu().clone() for p in cell.parameters() if p.grad is not None]]
 
 
 @pytest.mark.parametrize("make", zoo.WITH_INPUT, ids=lambda m: m.__name__)
