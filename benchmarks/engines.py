@@ -2,21 +2,22 @@
 
     make bench                                        the whole table
     python benchmarks/engines.py --only "Elman 1"     the rows whose name begins so
-    python benchmarks/engines.py --compile            with torch.compile of the loop, where it finishes in two minutes
+    python benchmarks/engines.py --quick              without torch.compile of the loop, which takes minutes to compile
 
 Every ratio is of medians from one run, in which the contenders take turns. A turn is one forward and one backward pass
 with a given gradient of every h(t), in float32, for the gradients of all parameters. "of peak" is the share of the rate
-that this machine reaches in one large matrix product. "MB" is what the process grew by at its peak, in a process apart.
+that this machine reaches in one large matrix product. "MB" is the peak of a turn above what is held between turns, each
+contender in a process of its own.
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,20 +195,25 @@ def megabytes(row: Row, name: str) -> str:
 
 
 def print_peak(row: Row, name: str) -> None:
-    run = contenders(row, False)[name]
-    torch.randn(256, 256) @ torch.randn(256, 256)  # starts the threads
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(3):
-        run()
-    print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f}")
+    """Megabytes at the peak of a turn, above what the process holds between turns (Linux)."""
+    run = contenders(row, name == "torch.compile")[name]
+    run()  # compiles
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    held = memory("VmRSS")
+    run()
+    print(f"{memory('VmHWM') - held:.0f}")
+
+
+def memory(line: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0]) / 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the rows whose name begins so")
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--compile", action="store_true", help="with torch.compile")
-    parser.add_argument("--memory", action="store_true", help="with the peak memory of each contender")
+    parser.add_argument("--quick", action="store_true", help="without torch.compile and without peak memory")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = [row for row in ROWS if row.name.startswith(options.only)]
@@ -220,7 +226,7 @@ def main() -> None:
     )
     print(f"{'cell, batch, n, τ':22} {'ms':>8} {'of peak':>8}   times faster than (target)")
     for row in rows:
-        runs = contenders(row, options.compile)
+        runs = contenders(row, not options.quick)
         found = medians(runs, options.rounds)
         ours = found["FusedCPU"]
         work = 5 * 2 * row.tau * row.batch * row.n * row.n * row.gates  # products with U and W; ∇h, ∇W, ∇U
@@ -236,7 +242,7 @@ def main() -> None:
                 mark = "" if target is None else f" ({'≥' if ratio >= target else 'MISSED'} {target:g})"
                 ratios.append(f"{name} {ratio:.2f}{mark}")
         print(f"{row.name:22} {ours * 1e3:8.2f} {work / ours / rate:8.0%}   {'; '.join(ratios)}", flush=True)
-        if options.memory:
+        if not options.quick:
             print(f"{'':22} MB: {', '.join(f'{name} {megabytes(row, name)}' for name in runs)}", flush=True)
 
 

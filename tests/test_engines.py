@@ -1,7 +1,11 @@
 """The law of engines: an engine changes time and memory, never the value. `Sequential` is the oracle."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -74,6 +78,16 @@ def test_engines_agree_with_the_definition(
         x = torch.randn(tau, batch, 4, dtype=dtype)
         lengths = [1 + (7 * i) % tau for i in range(batch)] if unequal else None
         assert_agrees(engine, cell, x, lengths)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("name", zoo.AWKWARD)
+def test_awkward_steps_agree(engine: lf.Engine, name: str) -> None:
+    """Steps that a compiler is likely to get wrong; a few may be refused by it, but none of these."""
+    for dtype, n in ((torch.float64, 5), (torch.float32, 5), (torch.float64, 1)):
+        cell = zoo.Awkward(zoo.AWKWARD[name], n).to(dtype)
+        for lengths in (None, [4, 1, 2]):
+            assert_agrees(engine, cell, torch.randn(4, 3, n, dtype=dtype), lengths)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
@@ -237,17 +251,43 @@ def _without_gradient(cell: Any, h: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(h @ cell.W + x) / (1 + scale)
 
 
+def _only_for_two(h: Tensor) -> Tensor:
+    assert len(h) == 2, "only for two"
+    return h
+
+
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        return v.round()
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        return g[0]
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
-    "branch on values": (_branch, r"decides by the values of a tensor.*torch\.where"),
+    "branch on values": (_branch, r"asks for the values of a tensor.*torch\.where"),
     "in place": (_in_place, r"in place \(aten\.add_\)"),
     "no_grad": (_without_gradient, r"torch\.no_grad.*\.detach\(\)"),
     "random": (lambda c, h, x: torch.dropout(torch.tanh(h @ c.W + x), 0.5, True), r"random numbers \(aten\.\w+\)"),
-    "sort": (lambda c, h, x: torch.tanh(h @ c.W + x).sort(-1).values, r"aten\.sort"),
-    "across the batch": (lambda c, h, x: torch.tanh(h @ c.W + x) - h.mean(0), r"aten\.mean.*apart"),
-    "x across the batch": (lambda c, h, x: torch.tanh(h @ c.W + (x - x.mean(0))), r"aten\.mean.*apart"),
+    "sort": (lambda c, h, x: torch.tanh(h @ c.W + x).sort(-1).values, r"aten\.sort has no rule"),
+    "across the batch": (lambda c, h, x: torch.tanh(h @ c.W + x) - h.mean(0), r"aten\.mean mixes the sequences"),
+    "x across the batch": (lambda c, h, x: torch.tanh(h @ c.W + (x - x.mean(0))), r"aten\.mean mixes the sequences"),
+    "batch of one": (lambda c, h, x: torch.tanh(h @ c.W + x) if len(h) == 1 else x, "different batch sizes"),
+    "batch size as a factor": (lambda c, h, x: torch.tanh(h @ c.W + torch.add(x, x, alpha=len(x))), "batch sizes?"),
+    "batch size as features": (
+        lambda c, h, x: torch.tanh(h @ c.W + x[:, :1].expand(-1, len(x)).sum()),
+        "moves the batch",
+    ),
+    "own autograd": (lambda c, h, x: _Straight.apply(torch.tanh(h @ c.W + x)), r"autograd\.Function"),
+    "own error": (lambda c, h, x: _only_for_two(h) @ c.W + x, "it fails where the batch is .*: only for two"),
     "batch size": (lambda c, h, x: torch.tanh(h @ c.W + x) / h.shape[0], "batch size itself"),
     "a tensor not its own": (lambda c, h, x: torch.tanh(h @ c.W + x) * c.kept, r"register_buffer"),
-    "a product of states": (lambda c, h, x: torch.tanh((h.T @ h @ c.W)[:1] + h + x), r"apart|same at every step"),
+    "a product of states": (
+        lambda c, h, x: torch.tanh((h.T @ h @ c.W)[:1] + h + x),
+        "moves the batch",
+    ),
 }
 
 
@@ -267,7 +307,8 @@ def test_what_is_refused_still_runs_under_auto(name: str) -> None:
 
 
 def test_hooks_are_never_skipped() -> None:
-    cell, seen = lf.Elman(3, 5), []
+    cell = lf.Elman(3, 5)
+    seen: list[int] = []
     hook = cell.register_forward_hook(lambda *_: seen.append(1))
     with pytest.raises(ValueError, match="hooks"):
         lf.unfold(cell, torch.randn(4, 2, 3), engine=lf.FusedCPU())
@@ -277,12 +318,109 @@ def test_hooks_are_never_skipped() -> None:
     hook.remove()
 
 
-def test_a_change_of_the_step_is_seen() -> None:
-    cell, x = lf.Elman(3, 5), torch.randn(6, 2, 3)
-    for activation in (torch.tanh, torch.relu, torch.tanh):
-        cell.activation = activation
-        expected = lf.unfold(cell, x, engine=lf.Sequential()).hidden
-        torch.testing.assert_close(lf.unfold(cell, x, engine=lf.FusedCPU()).hidden, expected)
+def test_what_a_step_sets_on_itself_is_set() -> None:
+    """A compiled step would set nothing, so such a step is not compiled; and no trace is left behind."""
+
+    class Watching(lf.Elman):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            self.seen = super().forward(h, x)
+            return self.seen
+
+    cell, x = Watching(3, 5), torch.randn(4, 2, 3)
+    with pytest.raises(ValueError, match=r"sets self\.seen at every step"):
+        lf.unfold(cell, x, engine=lf.Looped())
+    assert not hasattr(cell, "seen")
+    assert torch.equal(lf.unfold(cell, x).last, cell.seen)
+
+
+GAIN = 1.0
+
+
+@dataclass
+class Options:
+    gain: float = 1.0
+
+
+class Changing(lf.Transition):
+    """A step that depends on everything a step can depend on."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.options, self.listed, self.named = Options(), [1.0], {"gain": 1.0}
+        self.activation: Callable[[Tensor], Tensor] = torch.tanh
+
+    def gain(self) -> float:
+        return GAIN * self.scale * self.options.gain * self.listed[0] * self.named["gain"]
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.activation(self.one(h) - self.two(x)) * self.gain()
+
+
+def test_a_change_of_the_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, x, state = Changing(), torch.randn(6, 2, 4), torch.zeros(2, 4)
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: setattr(cell, "activation", lambda v: torch.sin(v)),
+        lambda: setattr(cell, "activation", lambda v: torch.cos(v)),
+        lambda: setattr(cell, "activation", lambda v: torch.sin(v) * 0.5),
+        lambda: setattr(cell.options, "gain", 0.9),
+        lambda: setattr(cell, "options", Options(0.8)),
+        lambda: cell.listed.__setitem__(0, 0.7),
+        lambda: cell.named.__setitem__("gain", 1.3),
+        lambda: monkeypatch.setattr(Changing, "scale", 0.6),
+        lambda: monkeypatch.setitem(globals(), "GAIN", 1.2),
+        lambda: setattr(cell.two, "weight", nn.Parameter(torch.randn(4, 4))),
+    ]
+    results = []
+    for change in changes:
+        change()
+        results.append(lf.unfold(cell, x, state=state, engine=lf.Sequential()).hidden)
+        torch.testing.assert_close(lf.unfold(cell, x, state=state, engine=lf.FusedCPU()).hidden, results[-1])
+    assert all(not torch.equal(a, b) for a, b in pairwise(results))
+
+
+def test_a_step_that_never_stays_the_same_is_left_to_the_plain_loop() -> None:
+    cell, x = Changing(), torch.randn(3, 2, 4)
+    for i in range(20):
+        cell.options.gain = 1 / (1 + i)
+        run = lf.unfold(cell, x, state=torch.zeros(2, 4))
+        torch.testing.assert_close(
+            run.hidden, lf.unfold(cell, x, state=torch.zeros(2, 4), engine=lf.Sequential()).hidden
+        )
+    assert "changed at too many calls" in lf.Recurrent(cell).explain(x, torch.zeros(2, 4))
+
+
+def test_a_refusal_keeps_nothing_alive() -> None:
+    cell, x = Refused(_branch), torch.randn(3, 2, 4)
+    alive = weakref.ref(x), weakref.ref(cell)
+    lf.unfold(cell, x, state=torch.ones(2, 4))
+    del cell, x
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_results_have_memory_of_their_own(engine: lf.Engine) -> None:
+    class Passing(lf.Transition):
+        def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+            return tuple(torch.zeros(batch, 3) for _ in range(3))
+
+        def forward(self, state: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+            h = torch.tanh(state[0] + state[1] + x)
+            return h, h, x
+
+    x = torch.randn(4, 2, 3)
+    kept = x.clone()
+    run = lf.unfold(Passing(), x, engine=engine)
+    expected = run.states[1].clone()
+    run.states[0].zero_()
+    run.states[2].zero_()
+    assert torch.equal(run.states[1], expected)
+    assert torch.equal(x, kept)
 
 
 def test_one_trace_serves_every_batch_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +521,7 @@ def test_kernels_are_kept_on_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 def test_explain_says_which_engine_and_why() -> None:
     text = lf.Recurrent(lf.LSTM(3, 5)).explain(torch.randn(9, 2, 3))
     assert "LSTM over τ = 9, batch 2, float32 on cpu: FusedCPU" in text
-    assert "1 product(s) (5×20)" in text
+    assert "1 product (5×20)" in text
     assert "20 numbers a step and sequence" in text
     assert "beside the states: nothing" in lf.Recurrent(lf.Elman(3, 5)).explain(torch.randn(9, 2, 3))
     refused = lf.Recurrent(Refused(_branch)).explain(torch.randn(9, 2, 4), state=torch.ones(2, 4))

@@ -1,6 +1,7 @@
 """Transitions as users write them: the known ones of the field, and some of odd structure."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -199,3 +200,68 @@ WITH_INPUT = (
     *(lf.Elman, relu_elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM, PeepholeLSTM, MinimalGatedUnit),
     *(MultiplicativeIntegration, DeepTransition, irnn, OutputFed, Clockwork, Slots, Delay, Extremes, Sliced),
 )
+
+
+class Awkward(lf.Transition):
+    """A step given as a function of two states (h, c), with parameters and buffers of every kind."""
+
+    mask: Tensor
+    three: Tensor
+    fine: Tensor
+
+    def __init__(self, step: Callable[..., tuple[Tensor, Tensor]], n: int) -> None:
+        super().__init__()
+        self.step, self.n = step, n
+        self.W, self.A, self.B, self.wide = _matrix(n, n), _matrix(n, n), _matrix(2 * n, n), _matrix(n, 2 * n)
+        self.one, self.biased = nn.Parameter(torch.tensor([0.7])), _matrix(n + 1, n)
+        self.register_buffer("mask", torch.arange(n) % 2 == 0)
+        self.register_buffer("three", torch.tensor(3))
+        self.register_buffer("fine", torch.tensor(0.1, dtype=torch.float64))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return self.W.new_zeros(batch, self.n), self.W.new_zeros(batch, self.n)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.step(self, *state, x)
+
+
+def _one(step: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda f, h, c, x: (torch.tanh(step(f, h, x)), c + 0.1 * h)
+
+
+AWKWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "a delay line": lambda f, h, c, x: (torch.cat([h[:, 1:], x[:, :1]], -1), c),
+    "parts without features": _one(lambda f, h, x: torch.cat(h.split([0, f.n], -1), -1) @ f.W + x),
+    "a column as a row": _one(lambda f, h, x: h * f.A[:, 0] + x),
+    "an expanded number": _one(lambda f, h, x: h * f.one.expand(f.n) + x),
+    "a condition on x as a number": _one(lambda f, h, x: h * (x > 0) + x @ f.W),
+    "a condition on h as a number": _one(lambda f, h, x: h * (h > 0) + x * (h > 0).to(h.dtype)),
+    "a mask": _one(lambda f, h, x: (h * f.mask) @ f.W + x),
+    "a whole number": _one(lambda f, h, x: h * f.three + x),
+    "a number of another precision": _one(lambda f, h, x: h + f.fine * (h @ f.W) + x),
+    "a comparison of products": _one(lambda f, h, x: torch.where(h @ f.A > h @ f.W, h + x, x)),
+    "conditions on x, h and a buffer": _one(lambda f, h, x: torch.where((x > 0) & f.mask | (h > 0.1), h @ f.W, x)),
+    "products of parts of a product": _one(
+        lambda f, h, x: (h @ f.wide)[:, : f.n] @ f.W + (h @ f.wide)[:, f.n :] @ f.A + x
+    ),
+    "a column of ones": _one(lambda f, h, x: torch.cat([h, h.new_ones(len(h), 1)], -1) @ f.biased + x),
+    "one matrix, two orders": lambda f, h, c, x: (
+        torch.tanh(torch.cat([h, c], -1) @ f.B + torch.cat([c, h], -1) @ f.B + x),
+        torch.tanh(c + h),
+    ),
+    "a rotated row": _one(lambda f, h, x: torch.cat([h[:, 2:], h[:, :2]], -1) @ f.W + h @ f.W + x),
+    "a slice from before the start": _one(lambda f, h, x: torch.cat([h[:, -10:2], h[:, 2:]], -1) @ f.W + x),
+    "nothing carried": lambda f, h, c, x: (torch.tanh(x @ f.W), x * 2),
+    "a number beside a product": _one(lambda f, h, x: h @ f.W + 0.5 + 0 * x),
+    "infinity": _one(lambda f, h, x: torch.minimum(h @ f.W + x, torch.full_like(h, torch.inf))),
+    "the norm of zero": _one(lambda f, h, x: (h @ f.W) / (1 + (h @ f.W).norm(dim=-1, keepdim=True)) + x),
+    "an exponential that overflows": _one(lambda f, h, x: F.elu(h @ f.W + 100 * x) * 0.01),
+    "a logarithm after the loop": lambda f, h, c, x: (
+        (q := torch.softmax(h @ f.W + x, -1)),
+        torch.log(q) @ f.A,
+    ),
+    "states that change places": lambda f, h, c, x: (torch.tanh(c + x), torch.tanh(h @ f.W)),
+    "the same state twice": lambda f, h, c, x: ((new := torch.tanh(h @ f.W + c + x)), new),
+    "a part of x in a product": _one(lambda f, h, x: torch.cat([x[:, :1], h[:, 1:]], -1) @ f.W + h),
+    "W and its transpose": _one(lambda f, h, x: (h @ f.W) @ f.W.T + x @ f.W),
+}

@@ -58,7 +58,7 @@ def unfold(
     recurrence = checked(f, x, state, lengths, steps)
     reason = engine.refusal(recurrence)
     if reason is not None:
-        raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason}")
+        raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason} Or use engine=lf.Auto().")
     states = engine.run(recurrence)
     last = map_state(lambda leaf: _at_end(leaf, recurrence.lengths), states)
     return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
@@ -200,7 +200,7 @@ def check_lengths(lengths: Tensor | list[int], tau: int, batch: int) -> Tensor:
         raise ValueError(
             f"lengths run from {int(lengths.min())} to {int(lengths.max())}; each must be from 1 to τ = {tau}."
         )
-    return lengths.long()
+    return lengths.long().clone()  # whoever changes his own afterwards must not change ours
 
 
 def check_nan(x: Tensor, lengths: Tensor | None) -> None:

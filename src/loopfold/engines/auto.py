@@ -27,11 +27,11 @@ class Auto(Engine):
             return Sequential(), "there is only one step, so no loop to compile."
         reason = FusedCPU().refusal(recurrence)
         if reason is None:
-            return FusedCPU(), "the loop runs as native code, with nothing of Python or torch inside it."
+            return FusedCPU(), "its loop is native code."
         other = Looped().refusal(recurrence)
         if other is None:
-            return Looped(), f"FusedCPU refuses: {reason}"
-        return Sequential(), f"nothing faster can run it: {other}"
+            return Looped(), f"FusedCPU cannot run it: {reason}"
+        return Sequential(), f"it cannot be compiled: {other}"
 
 
 def explain(engine: Engine, recurrence: Recurrence) -> str:
@@ -55,12 +55,22 @@ def _parts(program: Program) -> list[str]:
     order = ordered(loop.emitted)
     products = [f"{v.args[0].width}×{v.width}" for v in order if v.op == "matmul"]
     pointwise = sum(v.op not in ("matmul", "slice", "cat", "number", "state", "input", "constant") for v in order)
-    lines = [f"  before the loop: {len(loop.inputs)} sequence(s) of what x alone decides, for all steps at once"]
-    lines += [f"  in the loop: {len(products)} product(s) ({', '.join(products)}), {pointwise} other operations"]
     after = [leaf for leaf in loop.leaves if not isinstance(leaf, int)]
-    lines += [f"  after the loop: {len(after)} part(s) of the state that no step reads"] if after else []
+    inside = f"{_count(len(products), 'product')} ({', '.join(products)})" if products else "no product"
+    lines = [
+        f"  before the loop, for all steps at once: {_count(len(loop.inputs), 'sequence')} of what x decides alone"
+    ]
+    lines += [f"  in the loop: {inside}, {_count(pointwise, 'other operation')}"]
+    if after:
+        lines += [
+            f"  after the loop, for all steps at once: {_count(len(after), 'part')} of the state that no step reads"
+        ]
     lines += [f"  kept for the way back, beside the states: {_sizes(program.kept)}"]
     return lines
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _sizes(kept: tuple[Value, ...]) -> str:

@@ -1,7 +1,8 @@
 """What an engine is given, what it must return, and the law that it keeps."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from loopfold.states import State, Step, describe, leaves, name_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recurrence:
     """A step with all that it runs on, checked: `state(t) = f(state(t-1), x(t))` for t = 1…τ.
 
@@ -22,6 +23,7 @@ class Recurrence:
     steps: int
     state: State
     lengths: Tensor | None
+    memo: dict[str, Any] = field(default_factory=dict)  # what engines have found out about it already
 
     def take(self, state: State, t: int) -> State:
         """One step of `f`, from `state` with x(t)."""

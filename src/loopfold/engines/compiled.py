@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopfold.engines.base import Engine, Recurrence, first_step
+from loopfold.engines.base import Engine, Recurrence
 from loopfold.states import State, leaves, rebuild
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.hoist import Loop, hoist, needed_for
@@ -94,43 +94,57 @@ class Call:
 # ------------------------------------------------------------------ from a step to its program, once
 
 
-_programs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Program | Refusal]] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Program | str]] = weakref.WeakKeyDictionary()
+_MOST = 16  # programs of one module: a step that is another at every call is better run as it is
 
 
 def program_of(recurrence: Recurrence) -> Program:
     """The program of a step, traced at the first call, and again when something that the trace fixed has changed."""
+    found = recurrence.memo.get("program") or _find(recurrence)
+    recurrence.memo["program"] = found
+    if isinstance(found, str):
+        raise Refusal(found)
+    return found
+
+
+def _find(recurrence: Recurrence) -> Program | str:
     f, x = recurrence.f, recurrence.x
     if not isinstance(f, nn.Module):
-        raise Refusal("it is a plain function, which may read anything anew at every call; an nn.Module is compiled.")
+        return "it is a plain function, which may read anything anew at every call; an nn.Module is compiled."
     known = _programs.setdefault(f, {})
     sizes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves(recurrence.state)]
     key = (fingerprint(f), None if x is None else (x.shape[2:], x.dtype), *sizes)
     if key not in known:
-        try:
-            devices = [] if x is None or x.device.type != "cuda" else [x.device]
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                first_step(recurrence)  # its checks, with their messages
-            graph = trace(f, None if x is None else x[0], recurrence.state)
-            known[key] = Program(graph, hoist(graph), {})
-        except Refusal as reason:
-            known[key] = reason
-    found = known[key]
-    if isinstance(found, Refusal):
-        raise found
-    return found
+        if len(known) == _MOST:
+            return "it has changed at too many calls. What changes should be a buffer: self.register_buffer(...)."
+        known[key] = _make(f, x, recurrence.state)
+    return known[key]
+
+
+def _make(f: nn.Module, x: Tensor | None, state: State) -> Program | str:
+    """A program, or why there can be none: as words, since an exception would keep alive all that it has seen."""
+    try:
+        graph = trace(f, None if x is None else x[0], state)
+        program = Program(graph, hoist(graph), {})
+        _ = program.inputs_read  # derives the reverse step and what it needs
+        return program
+    except Refusal as reason:
+        return str(reason)
 
 
 def compiled_refusal(recurrence: Recurrence) -> str | None:
     """Why no compiling engine can run this, or None."""
     if torch.is_autocast_enabled(leaves(recurrence.state)[0].device.type):
-        return "torch.autocast chooses dtypes operation by operation. Use engine=lf.Sequential()."
+        return "torch.autocast chooses dtypes operation by operation."
     tensors = [t for t in (recurrence.x, *leaves(recurrence.state)) if t is not None]
-    if torch._C._are_functorch_transforms_active() or any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
-        return "it is called inside a torch.func transform, or on a special kind of tensor. Use engine=lf.Sequential()."
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "it is called inside a torch.func transform or forward-mode differentiation."
+    if any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
+        return "it is called on a special kind of tensor."
     try:
         program_of(recurrence)
     except Refusal as reason:
-        return f"{reason} Use engine=lf.Sequential()."
+        return str(reason)
     return None
 
 
@@ -159,28 +173,41 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
 
     record = torch.is_grad_enabled() and any(t.requires_grad for t in (*constants, *inputs, *state))
     call = Call(tau, batch, recurrence.lengths, record)
-    emitted = list(_Loop.apply(engine, kernel, program, call, len(constants), len(inputs), *constants, *inputs, *state))
+    emitted: list[Tensor] = []
+    if loop.emitted:  # else no step reads the one before
+        tensors = (*constants, *inputs, *state)
+        emitted = list(_Loop.apply(engine, kernel, program, call, len(constants), len(inputs), *tensors))
 
     if outside:
         for node, k in loop.taps.items():
-            values[node] = emitted[k].reshape(rows, -1)
+            values[node] = _alive_or_first(emitted[k], recurrence.lengths).reshape(rows, -1)
         reads = needed_for(outside, values)
         for k, i in enumerate(loop.carried):
             if graph.state[i] in reads:
                 before = torch.cat([start[i][None], emitted[k][:-1]])
-                values[graph.state[i]] = before.reshape(rows, -1)
+                values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, -1)
         loop.run(needed_for(outside, values), values, rows)
     results = []
     for leaf in loop.leaves:
         if isinstance(leaf, Node):
             whole = values[leaf].reshape(tau, batch, *leaf.shape[1:])
             if recurrence.lengths is not None:
-                alive = torch.arange(tau, device=whole.device)[:, None] < recurrence.lengths.to(whole.device)
-                whole = torch.where(alive.view(tau, batch, *[1] * (whole.dim() - 2)), whole, 0)
-            results.append(whole)
+                whole = torch.where(_alive(whole, recurrence.lengths), whole, 0)
+            own = leaf.target is not None and not leaf.target.is_view
+            results.append(whole if own else whole.clone())  # x itself is not ours to give away
         else:
             results.append(emitted[leaf])
     return rebuild(graph.structure, results)
+
+
+def _alive(sequence: Tensor, lengths: Tensor) -> Tensor:
+    t = torch.arange(sequence.shape[0], device=sequence.device)[:, None]
+    return (t < lengths.to(sequence.device)).view(*sequence.shape[:2], *[1] * (sequence.dim() - 2))
+
+
+def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:
+    """After a sequence's end its first value again, on which the operations after the loop are known to be at home."""
+    return sequence if lengths is None else torch.where(_alive(sequence, lengths), sequence, sequence[:1])
 
 
 def _tensor(f: nn.Module, name: str) -> Tensor:
@@ -256,15 +283,22 @@ def _collect(
         by_constant[i] = g if old is None else old + g
 
     sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, kept, strict=True))
+
+    def rows(v: Value) -> list[Tensor]:
+        """The rows of all steps, in one piece or two."""
+        if v.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
+            k = loop.carried.index(v.index)
+            return [state[k], emitted[k][:-1].flatten(0, 1)]
+        if v not in sequences and v.op == "slice":
+            return [part[:, v.index : v.index + v.width] for part in rows(v.args[0])]
+        return [sequences[v].flatten(0, 1)]
+
     for product in reverse.products:
         if not needs[product.matrix]:
             continue
-        right = stored[product.right]
-        if product.left.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
-            k = loop.carried.index(product.left.index)
-            parts = [(state[k], right[0]), (emitted[k][:-1].flatten(0, 1), right[1:].flatten(0, 1))]
-        else:
-            parts = [(sequences[product.left].flatten(0, 1), right.flatten(0, 1))]
+        left, right = rows(product.left), stored[product.right]
+        rights = [right.flatten(0, 1)] if len(left) == 1 else [right[0], right[1:].flatten(0, 1)]
+        parts = list(zip(left, rights, strict=True))
         if constants[product.matrix].stride(0) == 1:  # W.T of the user's W: the gradient in the layout of W
             add(product.matrix, _product([(r, l) for l, r in parts]).T)
         else:

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import os
 import re
 import tempfile
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, run_compiled
-from loopfold.states import State, leaves
+from loopfold.states import State, leaves, whole_number
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value
 
@@ -39,19 +40,23 @@ class FusedCPU(Engine):
 
     threads: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            whole_number("FusedCPU", "threads", self.threads)
+
     def refusal(self, recurrence: Recurrence) -> str | None:
         leaf = leaves(recurrence.state)[0]
         if leaf.device.type != "cpu":
-            return f"it runs on the CPU and the state is on {leaf.device}. Use engine=lf.Looped()."
+            return f"it runs on the CPU and the state is on {leaf.device}."
         if leaf.dtype not in (torch.float32, torch.float64):
-            return f"it has kernels for float32 and float64; {leaf.dtype} came. Use engine=lf.Looped()."
+            return f"it has kernels for float32 and float64; {leaf.dtype} came."
         reason = compiled_refusal(recurrence)
         if reason is not None:
             return reason
         try:
             import llvmlite  # noqa: F401
         except ImportError:
-            return "llvmlite is not installed. Type pip install llvmlite, or use engine=lf.Looped()."
+            return "llvmlite is not installed. Type pip install llvmlite."
         return None
 
     def run(self, recurrence: Recurrence) -> State:
@@ -152,8 +157,12 @@ def _common(
 
 def _tile(batch: int, threads: int) -> int:
     """How many sequences a kernel takes together: enough to share the loads, not so many that threads stand idle."""
-    share = -(-batch // threads)
-    return next(size for size in (1, 2, 4, 8) if size >= share or size == 8)
+    most = (_machine().registers - 6) // 2  # two vectors of partial sums for each
+
+    def cost(tile: int) -> float:  # of the thread with the most to do; a tile costs something whatever its size
+        return math.ceil(math.ceil(batch / tile) / threads) * (tile + 1.5)
+
+    return min(range(1, most + 1), key=lambda tile: (cost(tile), -tile))
 
 
 # ------------------------------------------------------------------ compiled kernels
@@ -218,7 +227,7 @@ _Kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)  # called without the GI
 def _run_jobs(kernel: int, team: int, jobs: Sequence[tuple[int, ...]]) -> None:
     """Run the jobs side by side: on torch's own OpenMP threads, which would else spin beside ours, or on new ones."""
     openmp = _openmp() if len(jobs) > 1 else None
-    if openmp is not None:
+    if openmp is not None and os.getpid() == _process:  # in a forked process OpenMP's threads are gone
         words = [len(jobs), *(word for job in jobs for word in job)]
         table = (ctypes.c_int64 * len(words))(*words)
         openmp.GOMP_parallel(ctypes.c_void_p(team), table, len(jobs), 0)
@@ -282,6 +291,7 @@ def _linker() -> Any:
 
 
 _count = itertools.count()
+_process = os.getpid()
 _loaded: dict[str, Any] = {}  # holding the library keeps its code in memory
 
 
@@ -293,7 +303,8 @@ def _load(name: str, code: str) -> tuple[int, int]:
     from loopfold.engines.native import OPENMP
 
     target = _target()
-    identity = "\n".join([llvmlite.__version__, binding.get_host_cpu_name(), target.triple, code])
+    features = binding.get_host_cpu_features().flatten()
+    identity = "\n".join([llvmlite.__version__, binding.get_host_cpu_name(), features, target.triple, code])
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
     if key not in _loaded:
         image = _read(key)
@@ -321,20 +332,23 @@ def _compile(name: str, code: str) -> bytes:
     builder = binding.create_pass_builder(target, options)
     builder.getModulePassManager().run(module, builder)
     image = target.emit_object(module)
-    _log.info("compiled %s in %.2f s; it is kept for next time", name, time.perf_counter() - begin)
+    took = time.perf_counter() - begin
+    level = logging.WARNING if took > 1 else logging.INFO  # what nobody would notice is not worth a line
+    _log.log(level, "compiled %s in %.2f s; it is kept for next time", name, took)
     return image
 
 
 def _folder() -> Path:
-    own = os.environ.get("LOOPFOLD_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(own) if own else base / "loopfold"
+    own, base = os.environ.get("LOOPFOLD_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(base) if base else Path.home() / ".cache") / "loopfold"
 
 
 def _read(key: str) -> bytes | None:
     try:
         data = (_folder() / f"{key}.kernel").read_bytes()
-    except OSError:
+    except (OSError, RuntimeError):  # no such file, or no home
         return None
     image, digest = data[:-32], data[-32:]
     return image if hashlib.sha256(image).digest() == digest else None  # a torn file is compiled anew
@@ -344,8 +358,9 @@ def _write(key: str, image: bytes) -> None:
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(image + hashlib.sha256(image).digest())
-        os.replace(file.name, folder / f"{key}.kernel")
-    except OSError as error:
-        _log.warning("compiled kernels cannot be kept in %s: %s", _folder(), error)
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            file = Path(beside, key)
+            file.write_bytes(image + hashlib.sha256(image).digest())
+            file.replace(folder / f"{key}.kernel")
+    except (OSError, RuntimeError) as error:
+        _log.warning("compiled kernels cannot be kept: %s", error)

@@ -1,5 +1,6 @@
 """Looped: the compiled step as a lean Python loop over torch's own operations, forwards and backwards."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,10 @@ class _LoopedKernel(Kernel):
         sequences = {f"input{i}": t for i, t in enumerate(inputs)}
         rows = {f"state{i}": t for i, t in zip(loop.carried, state, strict=True)}
         found, _ = program.made[key](call, sequences, _named(constants), rows, state[0], False)
+        taken = {t.data_ptr() for t in (*inputs, *state)}
+        for i, t in enumerate(found):  # a value that is an input, or two that are one, must not share their memory
+            found[i] = t.clone() if t.data_ptr() in taken else t
+            taken.add(found[i].data_ptr())
         return found[: len(loop.emitted)], found[len(loop.emitted) :]
 
     def backward(
@@ -74,7 +79,8 @@ class _LoopedKernel(Kernel):
         rows = {f"carry{k}": torch.zeros_like(s) for k, s in enumerate(state)}
         found, last = program.made[key](call, sequences, _named(constants), rows, state[0], True)
         stored = len(reverse.stored())
-        return Gradients(last, found[:stored], [g.sum((0, 1)) for g in found[stored:]])
+        rows_ = [g.sum((0, 1)) for g in found[stored:]]
+        return Gradients([g.clone() for g in last], found[:stored], rows_)  # a row may be part of a sequence
 
 
 def _named(constants: list[Tensor]) -> dict[str, Tensor]:
@@ -153,9 +159,10 @@ def _generate(
         lines.append(f"        {names[v]} = {_source(v, here, inside, '(B,)', target, skip.get(v))}")
     if masked:
         lines += [f"        torch.where(alive[t], {names[v]}, zero, out={names[v]}_o[t])" for v in stored]
+    after_step = [inside[v] if v.op != "number" else f"like.new_full((B, 1), {v.index!r})" for v in roots]
     updates = [
-        f"torch.where(alive[t], {inside[v]}, {row})" if masked else inside[v]
-        for row, (_, v) in zip(rows, carried, strict=True)
+        f"torch.where(alive[t], {value}, {row})" if masked else value
+        for row, value in zip(rows, after_step, strict=True)
     ]
     lines += [f"        {', '.join(rows)}{',' * (len(rows) == 1)} = {', '.join(updates)}," if rows else "        pass"]
     final = {**names, **{v: f"{names[v]}_b" for v in stored}}
@@ -163,7 +170,7 @@ def _generate(
         lines.append(f"    {names[v]} = {_source(v, leaf, final, '(T, B)')}")
     results = [_whole(v, final, masked and v not in stored) for v in out]
     lines.append(f"    return [{', '.join(results)}], [{', '.join(rows)}]")
-    namespace: dict[str, Any] = {"torch": torch}
+    namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
     exec(compile("\n".join(lines), "<loopfold looped>", "exec"), namespace)
     return namespace["run"]
 
@@ -195,7 +202,8 @@ def _fused_products(loop: list[Value], in_loop: set[Value]) -> dict[Value, Value
         if v.op == "add":
             for a in v.args:
                 other = v.args[1] if a is v.args[0] else v.args[0]
-                if a.op == "matmul" and a in in_loop and uses[a] == 1 and other.width == a.width and other is not a:
+                alone = a in in_loop and uses[a] == 1 and other is not a
+                if a.op == "matmul" and alone and other.width == a.width and other.op != "number":
                     fused[v] = a
                     break
     return fused
@@ -203,7 +211,7 @@ def _fused_products(loop: list[Value], in_loop: set[Value]) -> dict[Value, Value
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 _INFIX |= {"ne": "!=", "and": "&", "or": "|"}
-_WITH_OUT = {"add": "add", "sub": "sub", "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum"}
+_WITH_OUT = {"add", "sub", "mul", "div", "maximum", "minimum"}
 _FUNCTIONS = {"tanh", "sigmoid", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin"}
 _FUNCTIONS |= {"cos", "erf", "neg"}
 
@@ -241,7 +249,7 @@ def _source(
     if v.op in _FUNCTIONS and tensors:
         return f"torch.{v.op}({name(v.args[0])}{into})"
     if v.op in _WITH_OUT and len(tensors) == 2 and target:
-        return f"torch.{_WITH_OUT[v.op]}({', '.join(map(name, v.args))}{into})"
+        return f"torch.{v.op}({', '.join(map(name, v.args))}{into})"
     if v.op == "cat":
         parts = [f"like.new_full((*{lead}, 1), {a.index!r})" if a.op == "number" else name(a) for a in v.args]
         return f"torch.cat([{', '.join(parts)}], -1{into})"
@@ -280,7 +288,7 @@ def _plain(v: Value, args: list[str], lead: str, tensors: bool) -> str:
 
 
 def _is_literal(a: str) -> bool:
-    return a[0].isdigit() or a[0] == "-"
+    return a[0].isdigit() or a[0] == "-" or a in ("inf", "nan")
 
 
 def _typed(a: str) -> str:

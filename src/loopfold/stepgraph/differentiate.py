@@ -105,11 +105,12 @@ def _assemble(b: Builder, width: int, cuts: list[tuple[int, Value]]) -> Value:
             layers.append([(start, g)])
     rows = []
     for layer in layers:
-        pieces, at = [], 0
+        pieces: list[Value] = []
         for start, g in layer:
-            pieces += [b.expand(b.number(0), start - at)] * (start > at) + [g]
-            at = start + g.width
-        pieces += [b.expand(b.number(0), width - at)] * (width > at)
+            gap = start - sum(p.width for p in pieces)
+            pieces += [b.expand(b.number(0), gap), g] if gap else [g]
+        left = width - sum(p.width for p in pieces)
+        pieces += [b.expand(b.number(0), left)] if left else []
         rows.append(b.cat(pieces))
     return b.total(rows)
 
@@ -139,7 +140,7 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
         if again(v):
             return
         missing = [a for a in v.args if not again(a)]
-        if v.op in _FEW and v.op != "slice" and sum(a.width > 1 for a in missing) <= 1:
+        if v.is_bool or (v.op in _FEW and v.op != "slice" and sum(a.width > 1 for a in missing) <= 1):
             for a in missing:  # one row, and numbers, from which v and perhaps others come again
                 keep(a)
         else:

@@ -102,6 +102,7 @@ class _Hoist:
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
         self.depends = self._dependence()
+        self.dtype: torch.dtype | None = None
 
     def _dependence(self) -> dict[Node, str]:
         """Each node as `once`, `before` or `state`: the most that anything it reads depends on."""
@@ -126,15 +127,18 @@ class _Hoist:
         for leaf in graph.state:
             if len(leaf.shape) != 2:
                 raise Refusal(f"its state {leaf.name} has {len(leaf.shape)} dimensions; a kernel needs [batch, n].")
-        dtypes = {leaf.dtype for leaf in graph.state}
-        if len(dtypes) > 1:
-            raise Refusal(f"its state mixes {', '.join(map(str, dtypes))}.")
+        dtypes = {leaf.dtype for leaf in (*graph.state, *graph.outputs)}
+        self.dtype = graph.state[0].dtype
+        if len(dtypes) > 1 or self.dtype is None or not self.dtype.is_floating_point:
+            raise Refusal(f"its state has {', '.join(sorted(map(str, dtypes)))}; a kernel needs one floating dtype.")
 
         everything = set(needed_for(list(graph.outputs), set()))
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
         in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
         for node in graph.operations:
             if node in in_loop and self.depends[node] == "state":
+                if node.dtype not in (self.dtype, torch.bool, None):
+                    raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
                 self.value_of[node] = self._value(node)
 
         emitted: list[Value] = []
@@ -201,9 +205,9 @@ class _Hoist:
 
     def _as_row(self, node: Node) -> Value:
         """A node as a row of its full width."""
-        if len(node.shape) != 2 or node.shape[0] is not BATCH:
+        if len(node.shape) != 2 or node.shape[0] is not BATCH or not node.shape[1]:
             raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
-        return self.builder.expand(self._argument(node), node.shape[1])
+        return self.builder.expand(self.row(self._argument(node)), node.shape[1])
 
     def _value(self, node: Node) -> Any:
         kind = self.depends[node]
@@ -228,13 +232,17 @@ class _Hoist:
     def row(self, a: Any) -> Value:
         """An argument of a pointwise operation as a row: a value, a number, or something computed once."""
         if isinstance(a, Value):
-            return a
+            return self.builder.where(a, 1, 0) if a.is_bool else a
         if not isinstance(a, Node):
             return self.builder.number(a)
         if len(a.shape) > 2 or (len(a.shape) == 2 and a.shape[0] != 1):
             raise Refusal(f"{a.name} has shape {a.shape}; beside rows [batch, n] a kernel needs [n] or one number.")
-        width = a.shape[-1] if a.shape else 1
-        return self.constant(Recipe(lambda t: t.reshape(-1), (a,)), width, ("row", a))
+        width, dtype = a.shape[-1] if a.shape else 1, self.dtype
+        return self.constant(Recipe(lambda t: t.reshape(-1).to(dtype).contiguous(), (a,)), width, ("row", a))
+
+    def condition(self, a: Any) -> Value:
+        """An argument as yes or no."""
+        return a if isinstance(a, Value) and a.is_bool else self.builder.make("ne", self.row(a), self.builder.number(0))
 
     def constant(self, recipe: Recipe, width: int, key: Any) -> Value:
         if key not in self.leaf_of:
@@ -250,14 +258,21 @@ class _Hoist:
                 terms.append(self.matmul(part, matrix, start))
                 start += part.width
             return self.builder.total(terms)
+        if v.op == "expand" and v.args[0].op == "number":  # a column of ones, for a bias
+            number, stop = v.args[0].index, start + v.width
+            return self.constant(
+                Recipe(lambda m: number * m[start:stop].sum(0), (matrix,)), matrix.shape[1], (v, matrix, start)
+            )
+        if v.op == "number":
+            return self.matmul(self.builder.make("expand", v, width=1), matrix, start)
         stop = start + v.width
         whole = v.width == matrix.shape[0]
         recipe = Recipe((lambda m: m) if whole else (lambda m: m[start:stop]), (matrix,))
-        if v.op == "input":
-            x = self.inputs[v.index]
-            product = Recipe(torch.mm, (x, recipe))
-            return self.input(product, matrix.shape[1], (v, matrix, start))
-        index = self.constant(recipe, v.width, ("matrix", matrix, start)).index
+        sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
+        if sequence.op == "input":
+            x = Recipe(lambda t: t[:, low : low + v.width], (self.inputs[sequence.index],))
+            return self.input(Recipe(torch.mm, (x, recipe)), matrix.shape[1], (v, matrix, start))
+        index = self.constant(recipe, v.width, ("matrix", matrix, start, stop)).index
         return self.builder.make("matmul", v, width=matrix.shape[1], index=(index, False))
 
     def input_node(self, node: Node) -> Value:
@@ -268,8 +283,11 @@ class _Hoist:
             return self.builder.slice(self.input_node(parent), start, node.shape[1])
         if len(node.shape) > 2:
             raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
-        width = node.shape[1] if len(node.shape) == 2 else 1
-        return self.input(Recipe(lambda t: t.reshape(len(t), -1), (node,)), width, node)
+        width, dtype = node.shape[1] if len(node.shape) == 2 else 1, self.dtype
+        if not width:
+            raise Refusal(f"{node.name} has no features.")
+        value = self.input(Recipe(lambda t: t.reshape(len(t), -1).to(dtype), (node,)), width, node)
+        return self.condition(value) if node.dtype == torch.bool else value
 
     def input(self, recipe: Recipe, width: int, key: Any) -> Value:
         if key not in self.leaf_of:
@@ -337,7 +355,7 @@ def _cut_of(node: Node) -> tuple[Node, int] | None:
 
 
 def _wrap(start: int, size: int) -> int:
-    return start + size if start < 0 else start
+    return max(0, start + size) if start < 0 else start
 
 
 # ------------------------------------------------------------------ does every row stand for itself?
@@ -370,7 +388,7 @@ def check_rowwise(node: Node) -> None:
     elif node.op == "native_layer_norm":
         fine = BATCH not in node.args[1]
     elif node.op == "embedding":
-        fine = node.args[0] not in reads
+        fine = node.args[0] not in reads and not any(node.args[3:4])  # scaling by frequency counts across rows
     elif node.op in _ALONG_A_DIMENSION:
         first = reads[0] if reads else node
         size = len(first.shape) + (node.op in ("unsqueeze", "stack"))
@@ -379,5 +397,7 @@ def check_rowwise(node: Node) -> None:
         fine = bool(dims) and all(d is not None and d % size != 0 for d in dims)
     elif node.op in _SAME_FIRST:
         fine = all(n.shape and n.shape[0] is BATCH for n in (*reads, node))
+    else:
+        raise Refusal(f"aten.{node.op} has no rule.")
     if not fine:
-        raise Refusal(f"aten.{node.op} ({node.name}) is not known to keep the sequences of a batch apart.")
+        raise Refusal(f"aten.{node.op} mixes the sequences of a batch.")

@@ -49,6 +49,8 @@ class Builder:
     def make(self, op: str, *args: Value, width: int | None = None, index: Any = None) -> Value:
         if width is None:
             width = max(a.width for a in args)
+        if width < 1 and op != "slice":
+            raise Refusal(f"aten.{op} of rows without features.")
         if op in POINTWISE and any(a.width not in (1, width) for a in args):
             raise Refusal(f"{op} of rows of {', '.join(str(a.width) for a in args)} features.")
         key = (op, tuple(map(id, args)), width, index)
@@ -116,7 +118,9 @@ class Builder:
     def cat(self, parts: Iterable[Value]) -> Value:
         """Rows side by side; neighbours cut from one row grow together again."""
         joined: list[Value] = []
-        flat = [p for whole in parts for p in (whole.args if whole.op == "cat" else (whole,))]
+        flat = [p for whole in parts for p in (whole.args if whole.op == "cat" else (whole,)) if p.width]
+        if not flat:
+            raise Refusal("aten.cat of rows without features.")
         for part in flat:
             last = joined[-1] if joined else None
             if (
@@ -154,17 +158,3 @@ def ordered(roots: Iterable[Value], stop: Iterable[Value] = ()) -> list[Value]:
     for root in roots:
         visit(root)
     return order
-
-
-def show(v: Value, names: dict[Value, str]) -> str:
-    """One value in words, its arguments by name."""
-    if v.op == "number":
-        return f"{v.index:g}"
-    arguments = [names.get(a) or show(a, names) for a in v.args]
-    if v.op == "matmul":
-        return f"{arguments[0]} @ M{v.index[0]}{'ᵀ' if v.index[1] else ''}"
-    if v.op == "slice":
-        return f"{arguments[0]}[{v.index}:{v.index + v.width}]"
-    if v.op in LEAVES:
-        return f"{v.op}{v.index}"
-    return f"{v.op}({', '.join(arguments)}{'' if v.index is None else f', {v.index}'})"

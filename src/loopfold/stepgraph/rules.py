@@ -20,28 +20,20 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 for _name in ("tanh", "sigmoid", "relu", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sign"):
-    RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, v)
+    RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, hoist.row(v))
 for _name in ("sin", "cos", "erf", "neg", "detach"):
-    RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, v)
+    RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, hoist.row(v))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum"):
     RULES[_name] = lambda hoist, node, a, b, name=_name: hoist.builder.make(name, hoist.row(a), hoist.row(b))
 for _name, _op in (("logical_and", "and"), ("bitwise_and", "and"), ("logical_or", "or"), ("bitwise_or", "or")):
-    RULES[_name] = lambda hoist, node, a, b, name=_op: hoist.builder.make(name, _bool(a), _bool(b))
+    RULES[_name] = lambda hoist, node, a, b, name=_op: hoist.builder.make(name, hoist.condition(a), hoist.condition(b))
 for _name in ("logical_not", "bitwise_not"):
-    RULES[_name] = lambda hoist, node, a: hoist.builder.make("not", _bool(a))
-
-
-def _bool(v: Any) -> Value:
-    if not isinstance(v, Value) or not v.is_bool:
-        raise Refusal("logical operations have kernels for comparisons only.")
-    return v
+    RULES[_name] = lambda hoist, node, a: hoist.builder.make("not", hoist.condition(a))
 
 
 @_rule("clone", "alias", "_to_copy")
 def _same(hoist: Any, node: Node, v: Any, **options: Any) -> Any:
-    if node.dtype != node.args[0].dtype:
-        raise Refusal(f"it changes the dtype ({node.args[0].dtype} to {node.dtype}).")
-    return v
+    return v if node.dtype == node.args[0].dtype else hoist.row(v)  # a condition becomes 0 and 1
 
 
 @_rule("unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand")
@@ -94,7 +86,7 @@ def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
 
 @_rule("where")
 def _where(hoist: Any, node: Node, c: Any, a: Any, b: Any) -> Value:
-    return hoist.builder.where(_bool(c), hoist.row(a), hoist.row(b))
+    return hoist.builder.where(hoist.condition(c), hoist.row(a), hoist.row(b))
 
 
 @_rule("lerp")
@@ -163,8 +155,9 @@ def _leaky_relu(hoist: Any, node: Node, v: Value, slope: float = 0.01) -> Value:
 @_rule("elu")
 def _elu(hoist: Any, node: Node, v: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
     b = hoist.builder
-    below = b.mul(b.make("expm1", b.mul(v, input_scale)), alpha * scale)
-    return b.where(b.make("gt", v, b.number(0)), b.mul(v, scale), below)
+    above = b.make("gt", v, b.number(0))
+    bounded = b.where(above, 0, b.mul(v, input_scale))  # exp must not overflow on the side that is not taken
+    return b.where(above, b.mul(v, scale), b.mul(b.make("expm1", bounded), alpha * scale))
 
 
 @_rule("softplus")
@@ -193,7 +186,7 @@ def _mm(hoist: Any, node: Node, v: Any, matrix: Any) -> Value:
 
 @_rule("addmm")
 def _addmm(hoist: Any, node: Node, bias: Any, v: Any, matrix: Any, beta: float = 1, alpha: float = 1) -> Value:
-    product = hoist.builder.mul(alpha, _mm(hoist, node, v, matrix))
+    product = hoist.builder.mul(float(alpha), _mm(hoist, node, v, matrix))
     return hoist.builder.add(hoist.builder.mul(beta, hoist.row(bias)), product)
 
 
@@ -220,7 +213,7 @@ def _slice(hoist: Any, node: Node, v: Value, dim: int = 0, start: Any = None, en
     if step != 1:
         raise Refusal("aten.slice with a step has no kernel.")
     start = 0 if start is None else start
-    return hoist.builder.slice(v, start + v.width if start < 0 else start, node.shape[1])
+    return hoist.builder.slice(v, max(0, start + v.width) if start < 0 else start, node.shape[1])
 
 
 @_rule("cat")
@@ -267,7 +260,10 @@ def _norm(hoist: Any, node: Node, v: Value, ord: float = 2, dim: Any = None, *re
     _features(node, dim)
     if ord != 2:
         raise Refusal(f"aten.linalg_vector_norm of order {ord} has no kernel.")
-    return hoist.builder.make("sqrt", hoist.builder.make("sum", hoist.builder.mul(v, v), width=1))
+    b = hoist.builder
+    square = b.make("sum", b.mul(v, v), width=1)
+    none = b.make("eq", square, b.number(0))
+    return b.where(none, 0, b.make("sqrt", b.where(none, 1, square)))  # as torch has it, no gradient at zero
 
 
 @_rule("native_layer_norm")

@@ -24,6 +24,9 @@ class _Batch:
         return "batch"
 
 
+NOT_ITS_OWN = (
+    "it reads a tensor that is neither its parameter nor its buffer. Register it: self.register_buffer(name, tensor)."
+)
 BATCH = _Batch()  # stands for the batch size in shapes and arguments, which is free
 
 
@@ -59,7 +62,7 @@ class StepGraph:
     x: Node | None
     operations: tuple[Node, ...]  # in the order in which they run
     outputs: tuple[Node, ...]  # the leaves of the state that comes out
-    structure: State  # the state that comes out, with indices into `outputs` for leaves
+    structure: State  # a state with the structure of the one that comes out
 
     def __str__(self) -> str:
         def leaf(node: Node) -> str:
@@ -101,12 +104,14 @@ def step_graph(f: Step, x0: Tensor | None = None, state: State | None = None) ->
 
 
 def trace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
-    """Trace `f` at two batch sizes; what differs between the traces, and only that, is the batch size."""
+    """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size."""
     _check_traceable(f)
     tensors = _tensors_of(f)
     taken = {size for t in (*tensors.values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
     first, second = [p for p in range(1009, 1100, 2) if p not in taken][:2]
-    return _merge(_record(f, x0, state, first), _record(f, x0, state, second), first, second)
+    one = _record(f, x0, state, first)
+    _merge(one, _record(f, x0, state, 1), first, 1)  # a step that treats a batch of one in its own way is found here
+    return _merge(one, _record(f, x0, state, second), first, second)
 
 
 # ------------------------------------------------------------------ recording
@@ -121,6 +126,10 @@ def _check_traceable(f: Step) -> None:
         for part in f.modules():
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 raise Refusal(f"{name_of(part)} has hooks, which a compiled step would not call.")
+        if any(nn.parameter.is_lazy(t) for t in _tensors_of(f).values()):
+            raise Refusal("its parameters have no size yet.")
+    if nn.utils.parametrize._cache_enabled:
+        raise Refusal("parametrize.cached() holds tensors from one call to the next.")
 
 
 class _Recorder(TorchDispatchMode):
@@ -147,9 +156,9 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Refusal(f"it draws random numbers (aten.{op}), which differ at every step.")
         if func._schema.is_mutable:
-            raise Refusal(f"it updates a tensor in place (aten.{op}). Write a new tensor instead.")
+            raise Refusal(f"it, or something that it calls, updates a tensor in place (aten.{op}). Make a new tensor.")
         if not torch.is_grad_enabled():
-            raise Refusal("it switches gradients off (torch.no_grad). Use .detach() on the value instead.")
+            raise Refusal("it switches gradients off (torch.no_grad, where .detach() would do, or autograd.Function).")
         result = func(*args, **kwargs)
         inputs = tuple(self._lookup(a) for a in args), {k: self._lookup(v) for k, v in kwargs.items()}
         self._record(op, func, inputs, result)
@@ -178,10 +187,7 @@ class _Recorder(TorchDispatchMode):
     def _lookup(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in self.known:
-                raise Refusal(
-                    "it reads a tensor that is neither its parameter nor its buffer. "
-                    "Register it: self.register_buffer(name, tensor)."
-                )
+                raise Refusal(NOT_ITS_OWN)
             return self.known[id(value)][0]
         if isinstance(value, list | tuple):
             return tuple(self._lookup(v) for v in value)
@@ -207,24 +213,40 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     x_node = None if x is None else recorder.leaf("x", "x", x)
     parameters = {name: recorder.leaf("parameter", name, t) for name, t in fakes.items()}
     arguments = (rebuild(state, inputs), *([] if x is None else [x]))
+    held = [(part, dict(vars(part))) for part in (f.modules() if isinstance(f, nn.Module) else ())]
     # gradients stay on, so that torch.no_grad() inside the step is seen; the fake tensors themselves need none
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake, recorder:
         try:
             new = torch.func.functional_call(f, fakes, arguments) if isinstance(f, nn.Module) else f(*arguments)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise Refusal(f"it decides by the values of a tensor ({error.func}). Use torch.where.") from error
-        except AssertionError as error:  # what FakeTensorMode raises on a real tensor among the fake
-            raise Refusal(
-                "it reads a tensor that is neither its parameter nor its buffer. "
-                "Register it: self.register_buffer(name, tensor)."
-            ) from error
-        except RuntimeError as error:
-            raise Refusal(f"its trace failed: {error}") from error
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise Refusal("it asks for the values of a tensor (if, while, float, .item()). Use torch.where.") from None
+        except Refusal:
+            raise
+        except Exception as error:
+            if "convert all Tensors to FakeTensors" in str(error):
+                raise Refusal(NOT_ITS_OWN) from None
+            raise Refusal(f"it fails where the batch is {batch}: {error}") from None
+        finally:
+            changed = _restore(held)
+        if changed:
+            raise Refusal(f"it sets {', '.join(changed)} at every step, which a compiled step would not.")
         outputs = tuple(recorder._lookup(leaf) for leaf in leaves(new))
     if [o.shape for o in outputs] != [s.shape for s in state_nodes]:
         raise Refusal("it returns a state of another structure or size than it was given.")
-    indices = rebuild(new, [torch.tensor(i) for i in range(len(outputs))])
-    return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, indices)
+    structure = rebuild(new, [torch.empty(0)] * len(outputs))
+    return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, structure)
+
+
+def _restore(held: list[tuple[nn.Module, dict[str, Any]]]) -> list[str]:
+    """Undo what a trace has set on modules, and name it."""
+    changed = []
+    for part, before in held:
+        for key in [k for k, v in vars(part).items() if before.get(k, held) is not v]:
+            changed.append(f"self.{key}")
+            vars(part).pop(key)
+            if key in before:
+                vars(part)[key] = before[key]
+    return changed
 
 
 def _state_names(f: Step, state: State) -> list[str]:
@@ -264,9 +286,11 @@ def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph
         if (a.op, a.name, a.kwargs.keys()) != (b.op, b.name, b.kwargs.keys()):
             raise Refusal("it does different things at different batch sizes.")
         args, shape = merged(a.args, b.args), merged(a.shape, b.shape)
-        if BATCH in args and a.target is not None and torch.Tag.pointwise in a.target.tags:
-            raise Refusal(f"it computes with the batch size itself (in aten.{a.op}).")
         kwargs = {k: merged(v, b.kwargs[k]) for k, v in a.kwargs.items()}
+        if BATCH in shape[1:]:
+            raise Refusal(f"aten.{a.op} moves the batch from the first place.")
+        if not _is_size(args) or BATCH in kwargs.values():
+            raise Refusal(f"it computes with the batch size itself (in aten.{a.op}).")
         new[id(a)] = Node(a.name, a.op, args, kwargs, shape, a.dtype, a.target)
         return new[id(a)]
 
@@ -286,6 +310,11 @@ def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph
         tuple(merged(one.outputs, two.outputs)),
         one.structure,
     )
+
+
+def _is_size(args: tuple[Any, ...]) -> bool:
+    """Whether the batch size stands, if anywhere, at the head of a list of sizes."""
+    return BATCH not in args and all(BATCH not in a[1:] for a in args if isinstance(a, tuple))
 
 
 def _needed(roots: list[Node]) -> set[Node]:
@@ -319,27 +348,64 @@ def _show(value: Any) -> str:
 
 
 def fingerprint(f: nn.Module) -> tuple[Any, ...]:
-    """What a trace has fixed: the numbers, flags and functions that the module holds, and the sizes of its tensors."""
-    return tuple(item for part in f.modules() for item in _held(part))
+    """What a trace has fixed: all that the modules hold besides tensors, the sizes of those, and which are shared.
+
+    Also the numbers that their methods read from the Python module around them. Functions stand for themselves, so
+    that none can take the place of another.
+    """
+    first: dict[int, int] = {}  # tensors are the same or not: the number of the first time that each was met
+    found: list[Any] = []
+    for part in f.modules():
+        found.append(type(part))
+        found += [(k, _frozen(v)) for k, v in vars(part).items() if k not in _OF_TORCH]
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                met = first.setdefault(id(tensor), len(first))
+                found.append((key, met, None if nn.parameter.is_lazy(tensor) else (tensor.shape, tensor.dtype)))
+        found.append(
+            any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks))
+        )
+        found += _of_the_class(type(part))
+    return tuple(found)
 
 
-_SIMPLE = (int, float, bool, str, type(None), torch.dtype)
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def _held(part: nn.Module) -> Iterator[Any]:
-    for key, value in vars(part).items():
-        if isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(isinstance(v, _SIMPLE) for v in value)):
-            yield key, value
-        elif callable(value):
-            yield key, id(value)
-    for key, tensor in (*part._parameters.items(), *part._buffers.items()):
-        yield key, None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)
-    yield any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks))
-    function = type(part).forward
-    if isinstance(function, types.FunctionType):  # numbers that its code reads from its module or closure
-        for name in function.__code__.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, _SIMPLE):
-                yield name, value
-        for cell in function.__closure__ or ():
-            yield cell.cell_contents if isinstance(cell.cell_contents, _SIMPLE) else id(cell.cell_contents)
+def _frozen(value: Any, depth: int = 4) -> Any:
+    """A value as something that can be compared later, when it may have been changed."""
+    if isinstance(value, (*_SIMPLE, types.BuiltinFunctionType, type)):
+        return value
+    if isinstance(value, Tensor | nn.Module) or depth == 0:
+        return id(value)
+    if isinstance(value, types.FunctionType):
+        return (value, *_read_outside(value, depth - 1))
+    if isinstance(value, list | tuple | set):
+        return (type(value), *(_frozen(v, depth - 1) for v in value))
+    if isinstance(value, dict):
+        return tuple((_frozen(k, depth - 1), _frozen(v, depth - 1)) for k, v in value.items())
+    if isinstance(value, types.MethodType):
+        return value.__func__, _frozen(value.__self__, depth - 1)
+    return type(value), _frozen(getattr(value, "__dict__", id(value)), depth - 1)
+
+
+def _of_the_class(kind: type) -> Iterator[Any]:
+    """What the user's classes hold, and the numbers that their methods read from outside."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        if base.__module__.startswith(("torch.", "loopfold.")):
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, types.FunctionType):
+                yield _frozen(value)
+            elif not name.startswith("__"):
+                yield name, _frozen(value)
+
+
+def _read_outside(function: types.FunctionType, depth: int) -> Iterator[Any]:
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, _SIMPLE):
+            yield name, value
+    for cell in function.__closure__ or ():
+        yield _frozen(cell.cell_contents, depth)
