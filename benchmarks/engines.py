@@ -2,7 +2,7 @@
 
     make bench                                        the whole table
     python benchmarks/engines.py --only "Elman 1"     the rows whose name begins so
-    python benchmarks/engines.py --quick              without torch.compile of the loop, which takes minutes to compile
+    python benchmarks/engines.py --compile            with torch.compile of the loop, where it finishes in two minutes
 
 Every ratio is of medians from one run, in which the contenders take turns. A turn is one forward and one backward pass
 with a given gradient of every h(t), in float32, for the gradients of all parameters. "of peak" is the share of the rate
@@ -11,6 +11,7 @@ contender in a process of its own.
 """
 
 import argparse
+import ctypes
 import statistics
 import subprocess
 import sys
@@ -196,8 +197,9 @@ def megabytes(row: Row, name: str) -> str:
 
 def print_peak(row: Row, name: str) -> None:
     """Megabytes at the peak of a turn, above what the process holds between turns (Linux)."""
-    run = contenders(row, name == "torch.compile")[name]
+    run = contenders(row, False)[name]
     run()  # compiles
+    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, or the next turn would find it there
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     held = memory("VmRSS")
     run()
@@ -213,7 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the rows whose name begins so")
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--quick", action="store_true", help="without torch.compile and without peak memory")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile of the loop, where τ is 100 at most")
+    parser.add_argument("--no-memory", action="store_true", help="without peak memory")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = [row for row in ROWS if row.name.startswith(options.only)]
@@ -226,7 +229,7 @@ def main() -> None:
     )
     print(f"{'cell, batch, n, τ':22} {'ms':>8} {'of peak':>8}   times faster than (target)")
     for row in rows:
-        runs = contenders(row, not options.quick)
+        runs = contenders(row, options.compile)
         found = medians(runs, options.rounds)
         ours = found["FusedCPU"]
         work = 5 * 2 * row.tau * row.batch * row.n * row.n * row.gates  # products with U and W; ∇h, ∇W, ∇U
@@ -242,8 +245,9 @@ def main() -> None:
                 mark = "" if target is None else f" ({'≥' if ratio >= target else 'MISSED'} {target:g})"
                 ratios.append(f"{name} {ratio:.2f}{mark}")
         print(f"{row.name:22} {ours * 1e3:8.2f} {work / ours / rate:8.0%}   {'; '.join(ratios)}", flush=True)
-        if not options.quick:
-            print(f"{'':22} MB: {', '.join(f'{name} {megabytes(row, name)}' for name in runs)}", flush=True)
+        if not options.no_memory:
+            peers = [name for name in ("FusedCPU", "torch.nn", "JAX scan", "Python loop") if name in runs]
+            print(f"{'':32} MB: {', '.join(f'{name} {megabytes(row, name)}' for name in peers)}", flush=True)
 
 
 if __name__ == "__main__":
