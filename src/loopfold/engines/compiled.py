@@ -7,6 +7,7 @@ and one autograd function stands for the loop.
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,14 +38,18 @@ class Program:
     @cached_property
     def inputs_read(self) -> list[int]:
         """The inputs that the reverse step reads again; the others need not be kept."""
-        reverse = self.reverse((True,) * len(self.loop.emitted))
+        reverse = self._reverse((True,) * len(self.loop.emitted))
         order = ordered(reverse.roots(), stop=(*self.loop.emitted, *self.kept))
         return sorted({v.index for v in order if v.op == "input"})
 
-    def reverse(self, incoming: tuple[bool, ...]) -> Reverse:
-        key = ("reverse", incoming)
+    def reverse(self, incoming: Sequence[Tensor | None]) -> Reverse:
+        """The reverse step for gradients that come to those emitted values where `incoming` is not None."""
+        return self._reverse(tuple(g is not None for g in incoming))
+
+    def _reverse(self, arrives: tuple[bool, ...]) -> Reverse:
+        key = ("reverse", arrives)
         if key not in self.made:
-            self.made[key] = differentiate(self.loop, incoming)
+            self.made[key] = differentiate(self.loop, arrives)
         return self.made[key]
 
 
@@ -67,18 +72,8 @@ class Kernel(ABC):
         """The sequences of the emitted values, and of the kept ones (none where `call.record` is False)."""
 
     @abstractmethod
-    def backward(
-        self,
-        program: Program,
-        call: "Call",
-        reverse: Reverse,
-        constants: list[Tensor],
-        inputs: list[Tensor],
-        state: list[Tensor],
-        emitted: list[Tensor],
-        kept: list[Tensor],
-        incoming: list[Tensor | None],
-    ) -> Gradients: ...
+    def backward(self, program: Program, call: "Call", saved: "Saved", incoming: list[Tensor | None]) -> Gradients:
+        """The way back, from the gradients that come to the emitted values (None where none does)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +84,17 @@ class Call:
     batch: int
     lengths: Tensor | None
     record: bool  # whether a backward pass may follow
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a run leaves for the way back; of the inputs only those that are read again, the others are None."""
+
+    constants: list[Tensor]
+    inputs: list[Tensor | None]
+    state: list[Tensor]
+    emitted: list[Tensor]
+    kept: list[Tensor]
 
 
 # ------------------------------------------------------------------ from a step to its program, once
@@ -113,12 +119,16 @@ def _find(recurrence: Recurrence) -> Program | str:
         return "it is a plain function, which may read anything anew at every call; an nn.Module is compiled."
     known = _programs.setdefault(f, {})
     sizes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves(recurrence.state)]
-    key = (fingerprint(f), None if x is None else (x.shape[2:], x.dtype), *sizes)
+    key = (fingerprint(f), None if x is None else (x.shape[2:], x.dtype), _types(recurrence.state), *sizes)
     if key not in known:
         if len(known) == _MOST:
             return "it has changed at too many calls. What changes should be a buffer: self.register_buffer(...)."
         known[key] = _make(f, x, recurrence.state)
     return known[key]
+
+
+def _types(state: State) -> Any:
+    return None if isinstance(state, Tensor) else (type(state), *map(_types, state))
 
 
 def _make(f: nn.Module, x: Tensor | None, state: State) -> Program | str:
@@ -237,26 +247,24 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        tensors = list(ctx.saved_tensors)
+        sources = [t for t in (*tensors, *incoming) if t is not None and t.requires_grad]
         n_constants, n_inputs, n_state, n_emitted = ctx.counts
-        saved = list(ctx.saved_tensors)
-        sources = [t for t in (*saved, *incoming) if t is not None and t.requires_grad]
 
         def take(count: int) -> list[Tensor]:
-            taken = saved[:count]
-            del saved[:count]
+            taken = tensors[:count]
+            del tensors[:count]
             return taken
 
         program, call = ctx.program, ctx.call
-        constants, inputs = take(n_constants), [None] * n_inputs
-        for i in program.inputs_read:
-            inputs[i] = saved.pop(0)
-        state, emitted, kept = take(n_state), take(n_emitted), saved
+        constants = take(n_constants)
+        read = dict(zip(program.inputs_read, take(len(program.inputs_read)), strict=True))
+        inputs = [read.get(i) for i in range(n_inputs)]
+        saved = Saved(constants, inputs, take(n_state), take(n_emitted), tensors)
         with torch.no_grad():
-            reverse = program.reverse(tuple(g is not None for g in incoming))
             gs = [None if g is None else g.contiguous() for g in incoming]
-            found = ctx.kernel.backward(program, call, reverse, constants, inputs, state, emitted, kept, gs)
-            needs = ctx.needs_input_grad[6:]
-            results = _collect(program, call, reverse, found, needs, constants, state, emitted, kept)
+            found = ctx.kernel.backward(program, call, saved, gs)
+            results = _collect(program, saved, program.reverse(gs), found, ctx.needs_input_grad[6:])
         if torch.is_grad_enabled():  # someone wants to differentiate this gradient
             name = type(ctx.engine).__name__
             results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
@@ -264,25 +272,18 @@ class _Loop(torch.autograd.Function):
 
 
 def _collect(
-    program: Program,
-    call: Call,
-    reverse: Reverse,
-    found: Gradients,
-    needs: tuple[bool, ...],
-    constants: list[Tensor],
-    state: list[Tensor],
-    emitted: list[Tensor],
-    kept: list[Tensor],
+    program: Program, saved: Saved, reverse: Reverse, found: Gradients, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """The gradients in the order of the loop's arguments; every sum over time of outer products is one product here."""
     loop, stored = program.loop, dict(zip(reverse.stored(), found.stored, strict=True))
+    constants, state, emitted = saved.constants, saved.state, saved.emitted
     by_constant: list[Tensor | None] = [None] * len(constants)
 
     def add(i: int, g: Tensor) -> None:
         old = by_constant[i]
         by_constant[i] = g if old is None else old + g
 
-    sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, kept, strict=True))
+    sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, saved.kept, strict=True))
 
     def rows(v: Value) -> list[Tensor]:
         """The rows of all steps, in one piece or two."""

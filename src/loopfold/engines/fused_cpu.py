@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, run_compiled
+from loopfold.engines.compiled import Call, Gradients, Kernel, Program, Saved, compiled_refusal, run_compiled
+from loopfold.engines.plan import Place, Source
 from loopfold.states import State, leaves, whole_number
-from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value
 
 _log = logging.getLogger("loopfold")
@@ -70,8 +70,6 @@ class _FusedKernel(Kernel):
     def forward(
         self, program: Program, call: Call, constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        from loopfold.engines.plan import Place, Source
-
         loop = program.loop
         out = [*loop.emitted, *(program.kept if call.record else ())]
         native = self._native(
@@ -94,21 +92,8 @@ class _FusedKernel(Kernel):
         native.run(call, buffers, constants, self.threads)
         return sequences[: len(loop.emitted)], sequences[len(loop.emitted) :]
 
-    def backward(
-        self,
-        program: Program,
-        call: Call,
-        reverse: Reverse,
-        constants: list[Tensor],
-        inputs: list[Tensor],
-        state: list[Tensor],
-        emitted: list[Tensor],
-        kept: list[Tensor],
-        incoming: list[Tensor | None],
-    ) -> Gradients:
-        from loopfold.engines.plan import Place, Source
-
-        loop = program.loop
+    def backward(self, program: Program, call: Call, saved: Saved, incoming: list[Tensor | None]) -> Gradients:
+        loop, reverse, state, emitted = program.loop, program.reverse(incoming), saved.state, saved.emitted
         stored, given = reverse.stored(), [*loop.emitted, *program.kept]
         places = [Place("sequence", len(given) + i, v.width) for i, v in enumerate(stored)]
         carries = [Place("carry", k, v.width) for k, v in enumerate(reverse.carries)]
@@ -128,11 +113,11 @@ class _FusedKernel(Kernel):
         )
         sequences = [state[0].new_empty(call.steps, call.batch, v.width) for v in stored]
         initial = [torch.zeros_like(s) for s in state]
-        buffers: dict[Any, Tensor] = {("sequence", i): t for i, t in enumerate([*emitted, *kept, *sequences])}
+        buffers: dict[Any, Tensor] = {("sequence", i): t for i, t in enumerate([*emitted, *saved.kept, *sequences])}
         buffers |= {("incoming", k): t for k, t in enumerate(incoming) if t is not None}
         buffers |= {("initial", k): t for k, t in enumerate(initial)}
-        buffers |= _common(program, constants, inputs, state, emitted)
-        sums = native.run(call, buffers, constants, self.threads)
+        buffers |= _common(program, saved.constants, saved.inputs, state, emitted)
+        sums = native.run(call, buffers, saved.constants, self.threads)
         return Gradients(initial, sequences, sums)
 
     def _native(
@@ -155,6 +140,7 @@ def _common(
     return found
 
 
+@functools.cache
 def _tile(batch: int, threads: int) -> int:
     """How many sequences a kernel takes together: enough to share the loads, not so many that threads stand idle."""
     most = (_machine().registers - 6) // 2  # two vectors of partial sums for each

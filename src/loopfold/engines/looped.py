@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Program, compiled_refusal, run_compiled
+from loopfold.engines.compiled import Call, Gradients, Kernel, Program, Saved, compiled_refusal, run_compiled
 from loopfold.states import State
-from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value, ordered
 
 
@@ -51,19 +50,8 @@ class _LoopedKernel(Kernel):
             taken.add(found[i].data_ptr())
         return found[: len(loop.emitted)], found[len(loop.emitted) :]
 
-    def backward(
-        self,
-        program: Program,
-        call: Call,
-        reverse: Reverse,
-        constants: list[Tensor],
-        inputs: list[Tensor],
-        state: list[Tensor],
-        emitted: list[Tensor],
-        kept: list[Tensor],
-        incoming: list[Tensor | None],
-    ) -> Gradients:
-        loop = program.loop
+    def backward(self, program: Program, call: Call, saved: Saved, incoming: list[Tensor | None]) -> Gradients:
+        loop, reverse, state, emitted = program.loop, program.reverse(incoming), saved.state, saved.emitted
         out = [*reverse.stored(), *[g for _, g in reverse.rows]]
         masked = call.lengths is not None
         given = {v: f"given{k}" for k, v in enumerate((*loop.emitted, *program.kept))}
@@ -71,13 +59,13 @@ class _LoopedKernel(Kernel):
         if key not in program.made:
             carries = [(f"carry{k}", v) for k, v in enumerate(reverse.carries)]
             program.made[key] = _generate(carries, out, "carry", masked, given)
-        sequences: dict[str, Tensor] = {f"given{k}": t for k, t in enumerate((*emitted, *kept))}
-        sequences |= {f"input{i}": t for i, t in enumerate(inputs) if t is not None}
+        sequences: dict[str, Tensor] = {f"given{k}": t for k, t in enumerate((*emitted, *saved.kept))}
+        sequences |= {f"input{i}": t for i, t in enumerate(saved.inputs) if t is not None}
         sequences |= {f"incoming{k}": t for k, t in enumerate(incoming) if t is not None}
         for k, i in enumerate(loop.carried):
             sequences[f"state{i}"] = torch.cat([state[k][None], emitted[k][:-1]])
         rows = {f"carry{k}": torch.zeros_like(s) for k, s in enumerate(state)}
-        found, last = program.made[key](call, sequences, _named(constants), rows, state[0], True)
+        found, last = program.made[key](call, sequences, _named(saved.constants), rows, state[0], True)
         stored = len(reverse.stored())
         rows_ = [g.sum((0, 1)) for g in found[stored:]]
         return Gradients([g.clone() for g in last], found[:stored], rows_)  # a row may be part of a sequence
