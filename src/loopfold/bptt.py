@@ -1,4 +1,4 @@
-"""Back-propagation through time: the book's equations by hand, the share of each step, and how far gradients reach."""
+"""Back-propagation through time: the book's equations by hand, and truncated to windows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loopfold.feeding import Classes
 from loopfold.patterns import SequenceToSequence
-from loopfold.recurrent import Recurrent
+from loopfold.recurrent import Bidirectional, Recurrent
 from loopfold.states import State, map_state, name_of, whole_number
 from loopfold.transitions import Elman
 
@@ -136,6 +136,8 @@ def truncated_bptt(
     whole_number("truncated_bptt", "window", window)
     if not isinstance(model, SequenceToSequence):
         raise TypeError(f"truncated_bptt needs SequenceToSequence, with a loss at every step; {name_of(model)} came.")
+    if any(isinstance(part, Bidirectional) for part in model.modules()):
+        raise TypeError("truncated_bptt carries the state forwards; Bidirectional also reads from the end.")
     if x.shape[0] < 1 or y.shape[0] != x.shape[0]:
         raise ValueError(f"x has {x.shape[0]} steps and y has {y.shape[0]}; both need the same τ of at least 1.")
     total = x.new_zeros(())

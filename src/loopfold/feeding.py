@@ -99,6 +99,10 @@ class Reals(Outputs):
         whole_number("Reals", "size", self.size)
 
     def encode(self, y: Tensor) -> Tensor:
+        if not isinstance(y, Tensor):
+            raise TypeError(f"targets must be a tensor; a {type(y).__name__} came. Type torch.as_tensor(y).")
+        if y.is_floating_point() and bool(y.isnan().any()):
+            raise ValueError("the targets that are fed back hold NaN; padding must hold numbers here, such as 0.")
         if not y.is_floating_point() or y.dim() < 1 or y.shape[-1] != self.size:
             raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; {tuple(y.shape)} of {y.dtype} came.")
         return y
@@ -242,6 +246,7 @@ class ScheduledSampling(Feeding):
     iteration: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "coin", Coin(self.coin))  # its value will do: "step"
         if not 0 <= self.probability <= 1:
             raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; {self.probability} came.")
 

@@ -173,7 +173,7 @@ class OutputRecurrence(Pattern):
                 f"the state has shape {tuple(fed.shape)}; x has batch {x.shape[1]} and outputs are of size "
                 f"{self.outputs.size}, so it must be {(x.shape[1], self.outputs.size)}."
             )
-        known = feeding.known(y, self.outputs)
+        known = _checked(feeding).known(y, self.outputs)
         if known is not None:  # nothing waits: every step at once
             known = known.to(x.dtype)
             h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
@@ -242,7 +242,7 @@ class VectorToSequence(Pattern):
         check_steps(tau)
         _check_targets(y, tau, x.shape[0])
         start = x.new_zeros(x.shape[0], self.outputs.size)
-        known = feeding.known(y, self.outputs)
+        known = _checked(feeding).known(y, self.outputs)
         if known is not None:  # the inputs are known beforehand: one run over the sequence
             fed = torch.cat([start[None], known[:-1].to(x.dtype)])
             run = self.recurrent(torch.cat([x.expand(tau, *x.shape), fed], -1), state)
@@ -342,7 +342,15 @@ class Autoencoder(Pattern):
         return self(x)
 
 
+def _checked(feeding: Feeding) -> Feeding:
+    if not isinstance(feeding, Feeding):
+        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); {feeding!r} came.")
+    return feeding
+
+
 def _check_targets(y: Tensor | None, tau: int, batch: int) -> None:
+    if y is not None and not isinstance(y, Tensor):
+        raise TypeError(f"targets must be a tensor; a {type(y).__name__} came. Type torch.as_tensor(y).")
     if y is not None and y.shape[:2] != (tau, batch):
         raise ValueError(f"y has shape {tuple(y.shape)}; {tau} steps of a batch of {batch} need [{tau}, {batch}, …].")
 

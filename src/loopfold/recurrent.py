@@ -41,6 +41,14 @@ class Recurrent(RecurrentLayer):
 
     def __init__(self, cell: Step, engine: Engine = Auto()) -> None:
         super().__init__()
+        if isinstance(cell, nn.RNNBase):
+            raise TypeError(
+                f"torch's {type(cell).__name__} is a layer of its own kind. Type lf.from_torch(...) around it."
+            )
+        if isinstance(cell, type):
+            raise TypeError(f"Recurrent needs a transition, not its class: type {cell.__name__}(...) with its sizes.")
+        if not isinstance(engine, Engine):
+            raise TypeError(f"engine must be an object such as lf.Auto(); {engine!r} came.")
         if isinstance(cell, RecurrentLayer) or not callable(cell):
             raise TypeError(f"Recurrent needs a transition f(state, x) -> state; a {type(cell).__name__} came.")
         self.cell = cell
@@ -99,6 +107,8 @@ class Stacked(RecurrentLayer):
 
     def __init__(self, layers: Sequence[RecurrentLayer | Step], dropout: float = 0.0) -> None:
         super().__init__()
+        if not isinstance(layers, list | tuple):
+            raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); a {type(layers).__name__} came.")
         if not layers:
             raise ValueError("Stacked needs at least one layer.")
         if not 0 <= dropout < 1:
@@ -133,7 +143,8 @@ class Bidirectional(RecurrentLayer):
     """Two layers, one of which reads each sequence from its own end to its start.
 
     `run.hidden` puts both side by side: at step t, what comes before and what comes after. `run.states` and
-    `run.last` are pairs; the second of `run.last` is the backward layer's state after it has read x(1).
+    `run.last` are pairs; the second of `run.last` is the backward layer's state after it has read x(1). What comes
+    after is part of every step, so a sequence read in two halves does not equal the whole.
 
     >>> Bidirectional(GRU(3, 5), GRU(3, 4))(torch.ones(7, 2, 3), lengths=[7, 4]).hidden.shape
     torch.Size([7, 2, 9])

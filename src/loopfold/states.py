@@ -130,7 +130,7 @@ def _search_state(f: Step, x: Tensor | None) -> State:
                 if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
                     fits[n] = new  # in the structure that f returns, which may be a NamedTuple
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as reason:
-                error = reason
+                error = error or reason  # the first is of the plainest state
         if len(fits) == 1:
             return next(iter(fits.values()))
         if fits:
@@ -141,6 +141,7 @@ def _search_state(f: Step, x: Tensor | None) -> State:
     raise ValueError(
         f"no zero state was found for {name_of(f)}: no size among {sizes} is mapped onto itself. "
         f"Pass state=..., or define initial_state(self, batch) on it."
+        + (f" The first trial failed with: {error}" if error else "")
     ) from error
 
 

@@ -28,6 +28,9 @@ class Unfolding:
     hidden: Tensor
     last_hidden: Tensor
 
+    def __repr__(self) -> str:
+        return f"Unfolding(states={describe(self.states)}, last={describe(self.last)})"
+
 
 def unfold(
     f: Step,
@@ -78,6 +81,8 @@ def checked(
     f: Step, x: Tensor | None, state: State | None, lengths: Tensor | list[int] | None, steps: int | None
 ) -> Recurrence:
     """What `unfold` was given, with every check that needs no step, ready for an engine."""
+    if isinstance(f, type):
+        raise TypeError(f"unfold needs a step, not its class: type {f.__name__}(...) with its sizes.")
     if not callable(f):
         raise TypeError(f"unfold needs a step f(state, x) -> state; a {type(f).__name__} came.")
     if x is None:
@@ -117,9 +122,15 @@ def check_steps(tau: int) -> None:
 def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None) -> None:
     """That `x` is `[τ, batch, size]` where the size is known, and goes with the parameters of what reads it."""
     if not isinstance(x, Tensor):
+        if isinstance(x, nn.utils.rnn.PackedSequence):
+            raise TypeError(
+                "x is a PackedSequence. Type x, lengths = pad_packed_sequence(x), and pass lengths=lengths."
+            )
         raise TypeError(f"x must be a tensor [τ, batch, n_in]; a {type(x).__name__} came. Type torch.as_tensor(x).")
     if x.dim() < 2 or (size is not None and x.dim() != 3):
         one = " For one sequence, type x.unsqueeze(1)." if x.dim() == 2 else ""
+        if one and not x.is_floating_point():
+            one = " Classes must be made vectors first: nn.functional.one_hot(x, n).float(), or an nn.Embedding."
         raise ValueError(f"x has shape {tuple(x.shape)}; {name} needs [τ, batch, {size or 'n_in'}].{one}")
     if size is not None and x.shape[2] != size:
         where = [dim for dim in (0, 1) if x.shape[dim] == size]
@@ -130,9 +141,9 @@ def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None
     if parameter is not None:
         _check_device("x", x, f"{name}'s parameters", parameter)
         if size is not None and x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+            other = f", or .to({x.dtype}) on the module" if x.is_floating_point() else ""
             raise TypeError(
-                f"x is {x.dtype} and {name}'s parameters are {parameter.dtype}. "
-                f"Type x.to({parameter.dtype}), or .to({x.dtype}) on the module."
+                f"x is {x.dtype} and {name}'s parameters are {parameter.dtype}. Type x.to({parameter.dtype}){other}."
             )
 
 

@@ -1,8 +1,10 @@
 """Trace a step into a graph of tensor operations, with the user's own names and a free batch size."""
 
 import inspect
+import logging
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +217,7 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     arguments = (rebuild(state, inputs), *([] if x is None else [x]))
     held = [(part, dict(vars(part))) for part in (f.modules() if isinstance(f, nn.Module) else ())]
     # gradients stay on, so that torch.no_grad() inside the step is seen; the fake tensors themselves need none
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake, recorder:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), _quiet(), fake, recorder:
         try:
             new = torch.func.functional_call(f, fakes, arguments) if isinstance(f, nn.Module) else f(*arguments)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -235,6 +237,17 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
         raise Refusal("it returns a state of another structure or size than it was given.")
     structure = rebuild(new, [torch.empty(0)] * len(outputs))
     return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, structure)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs an error of its own for an operation that fails in a trace; the refusal says it in words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _restore(held: list[tuple[nn.Module, dict[str, Any]]]) -> list[str]:
@@ -262,7 +275,7 @@ def _state_names(f: Step, state: State) -> list[str]:
         return ["state"]
 
 
-# ------------------------------------------------------------------ what differs between two batch sizes
+# ------------------------------------------------------------------ what differs between batch sizes
 
 
 def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
@@ -350,7 +363,7 @@ def _show(value: Any) -> str:
 def fingerprint(f: nn.Module) -> tuple[Any, ...]:
     """What a trace has fixed: all that the modules hold besides tensors, the sizes of those, and which are shared.
 
-    Also the numbers that their methods read from the Python module around them. Functions stand for themselves, so
+    Also what their methods read from the Python module around them. Functions stand for themselves, so
     that none can take the place of another.
     """
     first: dict[int, int] = {}  # tensors are the same or not: the number of the first time that each was met
@@ -380,7 +393,8 @@ def _frozen(value: Any, depth: int = 4) -> Any:
     if isinstance(value, Tensor | nn.Module) or depth == 0:
         return id(value)
     if isinstance(value, types.FunctionType):
-        return (value, *_read_outside(value, depth - 1))
+        ours = (value.__module__ or "").split(".")[0] in ("torch", "loopfold")
+        return value if ours else (value, *_read_outside(value, depth - 1))
     if isinstance(value, list | tuple | set):
         return (type(value), *(_frozen(v, depth - 1) for v in value))
     if isinstance(value, dict):
@@ -405,7 +419,7 @@ def _of_the_class(kind: type) -> Iterator[Any]:
 def _read_outside(function: types.FunctionType, depth: int) -> Iterator[Any]:
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, _SIMPLE):
-            yield name, value
+        if not isinstance(value, types.ModuleType):
+            yield name, _frozen(value, depth)
     for cell in function.__closure__ or ():
         yield _frozen(cell.cell_contents, depth)
