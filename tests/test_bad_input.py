@@ -537,3 +537,58 @@ def test_truncation_needs_a_loss_at_every_step() -> None:
     model: Any = lf.SequenceToOne(lf.Elman(3, 5), outputs=4)
     with pytest.raises(TypeError, match="truncated_bptt needs SequenceToSequence.*SequenceToOne came"):
         lf.truncated_bptt(model, model.loss, x(), y(), window=2)
+
+
+OBJECTS: list[Case] = [
+    (lambda: wrong.unfold(lf.Elman, x()), TypeError, "not its class: type Elman(...) with its sizes"),
+    (lambda: wrong.Recurrent(lf.Elman), TypeError, "not its class: type Elman(...) with its sizes"),
+    (lambda: wrong.Recurrent(lf.Elman(3, 5), engine="auto"), TypeError, "such as lf.Auto(); 'auto' came"),
+    (lambda: wrong.Recurrent(nn.LSTM(3, 5)), TypeError, "Type lf.from_torch(...)"),
+    (lambda: wrong.Stacked(lf.Elman(3, 5), lf.Elman(5, 5)), TypeError, "Stacked([a, b]); a Elman came"),
+    (
+        lambda: wrong.OutputRecurrence(3, 5, 4)(x(), y(), lf.TeacherForcing),
+        TypeError,
+        "feeding must be an object such as lf.TeacherForcing()",
+    ),
+    (
+        lambda: lf.unfold(ELMAN, wrong_x(nn.utils.rnn.pack_sequence([x(4, 3), x(2, 3)]))),
+        TypeError,
+        "x is a PackedSequence. Type x, n = pad_packed_sequence(x), and pass lengths=n.",
+    ),
+    (lambda: lf.unfold(ELMAN, y()), ValueError, "nn.functional.one_hot(x, n).float()"),
+    (
+        lambda: lf.OutputRecurrence(3, 5, lf.Reals(2))(x(), torch.full((7, 2, 2), torch.nan)),
+        ValueError,
+        "the targets that are fed back hold NaN",
+    ),
+]
+
+
+def wrong_x(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_classes_and_strings_in_place_of_objects(case: Case) -> None:
+    check(case)
+
+
+def test_truncation_goes_forwards_only() -> None:
+    model = lf.SequenceToSequence(lf.Bidirectional(lf.Elman(3, 5), lf.Elman(3, 5)), outputs=4)
+    with pytest.raises(TypeError, match="Bidirectional also reads from the end"):
+        lf.truncated_bptt(model, model.loss, x(), y(), window=2)
+
+
+def test_a_coin_may_be_named_by_its_value() -> None:
+    assert wrong.ScheduledSampling(0.5, coin="step").coin is lf.Coin.STEP
+    with pytest.raises(ValueError, match="'heads' is not a valid Coin"):
+        wrong.ScheduledSampling(0.5, coin="heads")
+
+
+def test_the_mistake_in_a_step_is_shown() -> None:
+    class Mistaken(TwoMatrices):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return torch.tanh(h @ wrong_x(self).missing)
+
+    with pytest.raises(ValueError, match=r"The first trial failed with: .*has no attribute 'missing'"):
+        lf.unfold(Mistaken(3, 5), x())

@@ -334,6 +334,11 @@ def test_what_a_step_sets_on_itself_is_set() -> None:
 
 
 GAIN = 1.0
+AROUND = {"gain": 1.0}
+
+
+def helper() -> float:
+    return GAIN * AROUND["gain"]
 
 
 @dataclass
@@ -354,7 +359,7 @@ class Changing(lf.Transition):
         self.activation: Callable[[Tensor], Tensor] = torch.tanh
 
     def gain(self) -> float:
-        return GAIN * self.scale * self.options.gain * self.listed[0] * self.named["gain"]
+        return helper() * self.scale * self.options.gain * self.listed[0] * self.named["gain"]
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         return self.activation(self.one(h) - self.two(x)) * self.gain()
@@ -373,6 +378,8 @@ def test_a_change_of_the_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: cell.named.__setitem__("gain", 1.3),
         lambda: monkeypatch.setattr(Changing, "scale", 0.6),
         lambda: monkeypatch.setitem(globals(), "GAIN", 1.2),
+        lambda: monkeypatch.setitem(AROUND, "gain", 1.1),
+        lambda: monkeypatch.setitem(globals(), "helper", lambda: 0.4),
         lambda: setattr(cell.two, "weight", nn.Parameter(torch.randn(4, 4))),
     ]
     results = []

@@ -42,9 +42,7 @@ class Recurrent(RecurrentLayer):
     def __init__(self, cell: Step, engine: Engine = Auto()) -> None:
         super().__init__()
         if isinstance(cell, nn.RNNBase):
-            raise TypeError(
-                f"torch's {type(cell).__name__} is a layer of its own kind. Type lf.from_torch(...) around it."
-            )
+            raise TypeError(f"{type(cell).__name__} is a layer of torch's, not a transition. Type lf.from_torch(...).")
         if isinstance(cell, type):
             raise TypeError(f"Recurrent needs a transition, not its class: type {cell.__name__}(...) with its sizes.")
         if not isinstance(engine, Engine):

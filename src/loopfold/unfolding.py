@@ -123,9 +123,7 @@ def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None
     """That `x` is `[τ, batch, size]` where the size is known, and goes with the parameters of what reads it."""
     if not isinstance(x, Tensor):
         if isinstance(x, nn.utils.rnn.PackedSequence):
-            raise TypeError(
-                "x is a PackedSequence. Type x, lengths = pad_packed_sequence(x), and pass lengths=lengths."
-            )
+            raise TypeError("x is a PackedSequence. Type x, n = pad_packed_sequence(x), and pass lengths=n.")
         raise TypeError(f"x must be a tensor [τ, batch, n_in]; a {type(x).__name__} came. Type torch.as_tensor(x).")
     if x.dim() < 2 or (size is not None and x.dim() != 3):
         one = " For one sequence, type x.unsqueeze(1)." if x.dim() == 2 else ""
