@@ -175,7 +175,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         assert recurrence.x is not None
         values[graph.x] = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
     outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
-    loop.run(needed_for([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values), values, rows)
+    loop.run([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values, rows)
     constants = [recipe.make(values) for recipe in loop.constants]
     widths = zip(loop.inputs, loop.widths, strict=True)
     inputs = [r.make(values).expand(rows, w).reshape(tau, batch, w) for r, w in widths]
@@ -196,7 +196,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
             if graph.state[i] in reads:
                 before = torch.cat([start[i][None], emitted[k][:-1]])
                 values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, -1)
-        loop.run(needed_for(outside, values), values, rows)
+        loop.run(outside, values, rows)
     results = []
     for leaf in loop.leaves:
         if isinstance(leaf, Node):

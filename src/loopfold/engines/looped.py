@@ -96,18 +96,16 @@ def _generate(
     roots = [v for _, v in carried]
     order = ordered([*roots, *out], stop=given)
     moving = _depends(order, recurrent, given)
-    inside_loop = set(ordered(roots, stop=given)) | {v for v in order if v.op == recurrent and v not in given}
-    loop = [v for v in order if v in moving and v in inside_loop]
-    in_loop = set(loop)
+    in_loop = moving & {*ordered(roots, stop=given), *(v for v in order if v.op == recurrent)}
+    loop = [v for v in order if v in in_loop]
     after = [v for v in order if v in moving and v not in in_loop]
     before = [v for v in order if v not in moving and v.op != "number"]
     wanted = set(out) | {a for v in after for a in v.args}
     stored = [v for v in loop if v in wanted]
 
     names = {v: f"v{i}" for i, v in enumerate(order)}
-    once = {v for v in before if v.op == "constant"}  # rows that are the same at every step
-    sequences = [v for v in before if v not in once and any(v in u.args for u in loop) or v in roots]
-    sequences = [v for v in dict.fromkeys(sequences) if v in before and v not in once]
+    read = {*roots, *(a for v in loop for a in v.args)}
+    sequences = [v for v in before if v in read and v.op != "constant"]  # a constant is the same at every step
     name_now = {v: f"{names[v]}_t" for v in sequences}
 
     def leaf(v: Value) -> str | None:
@@ -125,10 +123,9 @@ def _generate(
     rows = [f"row{k}" for k in range(len(carried))]
     lines += [f"    {row} = R['{name}']" for row, (name, _) in zip(rows, carried, strict=True)]
     if masked:
-        lines += [
-            "    alive = (torch.arange(T, device=like.device)[:, None, None] < call.lengths.to(like.device)[:, None])"
-        ]
-        lines += ["    alive, zero = alive.unbind(0), like.new_zeros(())"]
+        lines += ["    t, lengths = torch.arange(T, device=like.device), call.lengths.to(like.device)"]
+        lines += ["    mask = t[:, None, None] < lengths[:, None]"]
+        lines += ["    alive, zero = mask.unbind(0), like.new_zeros(())"]
     lines += ["    for t in range(T - 1, -1, -1) if backwards else range(T):"]
     lines += [f"        {name_now[v]} = {names[v]}_s[t]" for v in sequences]
     row_of = {name: row for row, (name, _) in zip(rows, carried, strict=True)}
@@ -165,10 +162,7 @@ def _generate(
 
 def _whole(v: Value, names: dict[Value, str], mask: bool) -> str:
     full = f"{names[v]}.expand(T, B, {v.width})" if v.op != "number" else f"like.new_full((T, B, 1), {v.index!r})"
-    if not mask:
-        return full
-    alive = "(torch.arange(T, device=like.device)[:, None, None] < call.lengths.to(like.device)[:, None])"
-    return f"torch.where({alive}, {full}, 0)"
+    return f"torch.where(mask, {full}, 0)" if mask else full
 
 
 def _depends(order: list[Value], recurrent: str, given: dict[Value, str]) -> set[Value]:
@@ -229,11 +223,9 @@ def _source(
     into = f", out={target}" if target else ""
     if product is not None:
         other = next(a for a in v.args if a is not product)
-        matrix = f"C['{'T' if product.index[1] else 'M'}{product.index[0]}']"
-        return f"torch.addmm({name(other)}, {name(product.args[0])}, {matrix}{into})"
+        return f"torch.addmm({name(other)}, {name(product.args[0])}, {_matrix(product)}{into})"
     if v.op == "matmul":
-        matrix = f"C['{'T' if v.index[1] else 'M'}{v.index[0]}']"
-        return f"torch.matmul({name(v.args[0])}, {matrix}{into})"
+        return f"torch.matmul({name(v.args[0])}, {_matrix(v)}{into})"
     if v.op in _FUNCTIONS and tensors:
         return f"torch.{v.op}({name(v.args[0])}{into})"
     if v.op in _WITH_OUT and len(tensors) == 2 and target:
@@ -253,8 +245,7 @@ def _plain(v: Value, args: list[str], lead: str, tensors: bool) -> str:
     if v.op in _FUNCTIONS:
         return f"torch.{v.op}({args[0]})"
     if v.op in ("maximum", "minimum"):
-        args = [a if not _is_literal(a) else f"like.new_tensor({a})" for a in args]
-        return f"torch.{v.op}({', '.join(args)})"
+        return f"torch.{v.op}({', '.join(map(_typed, args))})"
     if v.op == "relu":
         return f"torch.relu({args[0]})"
     if v.op == "where":
@@ -275,9 +266,12 @@ def _plain(v: Value, args: list[str], lead: str, tensors: bool) -> str:
     return f"{args[0]}.{v.op}(-1, keepdim=True)"
 
 
-def _is_literal(a: str) -> bool:
-    return a[0].isdigit() or a[0] == "-" or a in ("inf", "nan")
+def _matrix(product: Value) -> str:
+    i, transposed = product.index
+    return f"C['{'T' if transposed else 'M'}{i}']"
 
 
 def _typed(a: str) -> str:
-    return f"like.new_tensor({a})" if _is_literal(a) else a
+    """A number as a tensor, where torch takes no plain one."""
+    literal = a[0].isdigit() or a[0] == "-" or a in ("inf", "nan")
+    return f"like.new_tensor({a})" if literal else a

@@ -54,10 +54,11 @@ class Loop:
         """The carried leaves of the state after the step."""
         return self.emitted[: len(self.carried)]
 
-    def run(self, nodes: list[Node], values: dict[Node, Any], rows: int) -> None:
-        """Run operations of the step graph by torch, with `rows` in place of the batch size."""
+    def run(self, roots: list[Node], values: dict[Node, Any], rows: int) -> None:
+        """Add `roots` to `values`, by the operations of the step graph with `rows` in place of the batch size."""
+        missing = set(needed_for(roots, values))
         for node in self.graph.operations:
-            if node not in values and node in nodes:
+            if node in missing:
                 values[node] = _apply(node, values, rows)
 
 
