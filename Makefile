@@ -2,7 +2,10 @@
 .PHONY: demo test check bench format clean
 
 demo: .venv/ready
-	.venv/bin/python -m loopfold.demo
+	rm -rf runs/demo
+	.venv/bin/loopfold train python-docs --out runs/demo
+	.venv/bin/loopfold compare runs/demo
+	.venv/bin/loopfold generate runs/demo --prompt 'The ' --temperature 0.8
 
 test: .venv/ready
 	.venv/bin/pytest
@@ -30,4 +33,4 @@ format: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -15,13 +15,16 @@ ROOT = Path(lf.__file__).parent
 MAP = re.findall(r"^    (\w+) {2,}\S", lf.__doc__ or "", re.MULTILINE)
 
 PUBLIC = """
-    Transition Elman LSTM LSTMState LayerNormLSTM GRU Uniform Orthogonal ScaledIdentity
+    Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU Uniform Orthogonal ScaledIdentity
     step_graph StepGraph Engine Recurrence Sequential Looped FusedCPU Auto
     unfold Unfolding
-    Recurrent Stacked Bidirectional from_torch to_torch
+    Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Greedy Sample
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
     bptt BPTT per_step_gradients gradient_flow GradientFlow truncated_bptt
+    Corpus read_corpus Tokens Vocabulary Characters Bytes Words Subwords
+    LanguageModel RecurrentLM NGramLM WindowLM ConvolutionLM
+    Ledger perplexity Options preset Run train resume open_run Beam generate Row compare
 """
 
 

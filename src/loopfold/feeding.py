@@ -155,12 +155,45 @@ class Greedy(Pick):
 
 @dataclass(frozen=True)
 class Sample(Pick):
-    """A draw from the model's distribution, as a one-hot vector; no gradient."""
+    """A draw from the model's distribution, as a one-hot vector; no gradient.
+
+    `temperature`  below 1 sharpens the distribution, above 1 flattens it
+    `top_k`        only the k likeliest classes can be drawn
+    `top_p`        only the likeliest ones that together reach this probability (Holtzman et al., 2020)
+    """
 
     generator: torch.Generator | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature must be above 0; {self.temperature} came. For the likeliest, type Greedy().")
+        if self.top_k is not None:
+            whole_number("Sample", "top_k", self.top_k)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a probability above 0 and up to 1; {self.top_p} came.")
 
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
-        return outputs.sample(o, self.generator)
+        return outputs.sample(self.narrowed(o), self.generator)
+
+    def narrowed(self, o: Tensor) -> Tensor:
+        """`o` at this temperature, with -∞ for the classes that cannot be drawn.
+
+        >>> o = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> Sample(top_p=0.6).narrowed(o).softmax(-1)
+        tensor([[0.6250, 0.3750, 0.0000]])
+        """
+        o = o / self.temperature
+        if self.top_k is not None and self.top_k < o.shape[-1]:
+            least = o.topk(self.top_k, -1).values[..., -1:]
+            o = o.masked_fill(o < least, -torch.inf)
+        if self.top_p is not None:
+            likeliest, order = o.softmax(-1).sort(-1, descending=True)
+            before = likeliest.cumsum(-1) - likeliest  # what the likelier ones have together
+            o = o.masked_fill((before >= self.top_p).gather(-1, order.argsort(-1)), -torch.inf)
+        return o
 
 
 # ------------------------------------------------------------------ feeding

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopfold.bptt import Loss
+from loopfold.backpropagation import Loss
 from loopfold.engines.sequential import Sequential
 from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, VectorToSequence
 from loopfold.recurrent import Bidirectional, Recurrent

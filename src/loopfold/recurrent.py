@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto, explain
 from loopfold.engines.base import Engine
-from loopfold.states import State, Step, leaves, map_state, name_of, zero_state
-from loopfold.transitions import GRU, LSTM, Elman
+from loopfold.states import State, Step, leaves, map_state, name_of
+from loopfold.transitions import GRU, LSTM, Elman, initial_state
 from loopfold.unfolding import Unfolding, checked, unfold
 
 
@@ -24,6 +24,10 @@ class RecurrentLayer(nn.Module, ABC):
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
     ) -> Unfolding:
         """Read the sequence from `state` (zeros by default)."""
+
+    @abstractmethod
+    def initial_state(self, batch: int) -> State:
+        """The state that a run of `batch` sequences starts from where none is given."""
 
     @property
     @abstractmethod
@@ -80,10 +84,12 @@ class Recurrent(RecurrentLayer):
         """
         return explain(self.engine, checked(self.cell, x, state, lengths, steps))
 
+    def initial_state(self, batch: int) -> State:
+        return initial_state(self.cell, batch)
+
     @property
     def hidden_size(self) -> int:
-        own = getattr(self.cell, "initial_state", None)
-        return leaves(zero_state(self.cell, 1) if own is None else own(1))[0].shape[-1]
+        return leaves(self.initial_state(1))[0].shape[-1]
 
     def extra_repr(self) -> str:
         return f"engine={self.engine}"
@@ -94,25 +100,51 @@ def as_layer(layer: RecurrentLayer | Step) -> RecurrentLayer:
     return layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
 
 
+class VariationalDropout(nn.Module):
+    """Dropout with one mask for all steps of a sequence: the same units are silent throughout (Gal, Ghahramani, 2016).
+
+    >>> kept = VariationalDropout(0.5)(torch.ones(7, 2, 5))
+    >>> bool((kept == kept[0]).all())
+    True
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = _probability(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        return x * F.dropout(torch.ones_like(x[:1]), self.p)  # [τ, batch, n] times [1, batch, n]
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def _probability(p: float) -> float:
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout is a probability from 0 up to but not including 1; {p} came.")
+    return p
+
+
 class Stacked(RecurrentLayer):
     """Layers on top of each other: each reads the hidden sequence of the one below. Dropout falls between them.
 
+    `dropout` is a probability, or a module such as `VariationalDropout(0.3)`.
     `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
 
     >>> Stacked([Elman(3, 5), LSTM(5, 4)], dropout=0.1)(torch.ones(7, 2, 3)).hidden.shape
     torch.Size([7, 2, 4])
     """
 
-    def __init__(self, layers: Sequence[RecurrentLayer | Step], dropout: float = 0.0) -> None:
+    def __init__(self, layers: Sequence[RecurrentLayer | Step], dropout: float | nn.Module = 0.0) -> None:
         super().__init__()
         if not isinstance(layers, list | tuple):
             raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); a {type(layers).__name__} came.")
         if not layers:
             raise ValueError("Stacked needs at least one layer.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is a probability from 0 up to but not including 1; {dropout} came.")
         self.layers = nn.ModuleList(as_layer(layer) for layer in layers)
-        self.dropout = dropout
+        self.dropout = dropout if isinstance(dropout, nn.Module) else nn.Dropout(_probability(dropout))
 
     def forward(
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
@@ -122,19 +154,20 @@ class Stacked(RecurrentLayer):
         runs: list[Unfolding] = []
         for i, layer in enumerate(self.layers):
             if i > 0:
-                x = F.dropout(runs[-1].hidden, self.dropout, self.training)
+                x = self.dropout(runs[-1].hidden)
             runs.append(layer(x, None if state is None else state[i], lengths))
         states, last = tuple(run.states for run in runs), tuple(run.last for run in runs)
         return replace(runs[-1], states=states, last=last)
 
+    def initial_state(self, batch: int) -> State:
+        return tuple(layer.initial_state(batch) for layer in self._layers())
+
     @property
     def hidden_size(self) -> int:
-        top = self.layers[-1]
-        assert isinstance(top, RecurrentLayer)
-        return top.hidden_size
+        return self._layers()[-1].hidden_size
 
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}"
+    def _layers(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
 
 class Bidirectional(RecurrentLayer):
@@ -170,6 +203,9 @@ class Bidirectional(RecurrentLayer):
             hidden=torch.cat([there.hidden, _reverse(back.hidden, lengths)], -1),
             last_hidden=torch.cat([there.last_hidden, back.last_hidden], -1),
         )
+
+    def initial_state(self, batch: int) -> State:
+        return self.forwards.initial_state(batch), self.backwards.initial_state(batch)
 
     @property
     def hidden_size(self) -> int:
@@ -269,11 +305,13 @@ def to_torch(layer: RecurrentLayer | Step) -> _Torch:
                     f"torch needs every layer alike; layer {k} holds {cell} where {kind.__name__}({n_in}, {n}) "
                     f"in {width} direction(s) was needed."
                 )
+    if not isinstance(stack.dropout, nn.Dropout):
+        raise ValueError(f"torch has plain dropout between layers only; {stack.dropout} is another.")
     biased = any(p.requires_grad or bool(p.any()) for cell in cells for p in _biases(cell))
     options: dict[str, Any] = {
         "num_layers": len(rows),
         "bias": biased,
-        "dropout": stack.dropout if len(rows) > 1 else 0.0,
+        "dropout": stack.dropout.p if len(rows) > 1 else 0.0,
         "bidirectional": width == 2,
         "device": first.W.device,
         "dtype": first.W.dtype,

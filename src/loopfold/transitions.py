@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.states import State, name_of, whole_number, zero_state
+from loopfold.states import State, Step, name_of, whole_number, zero_state
 
 # ------------------------------------------------------------------ how W starts
 
@@ -77,6 +77,39 @@ class Transition(nn.Module, ABC):
     def initial_state(self, batch: int) -> State:
         """h(0), zeros unless a transition says otherwise. The size is the one that `forward` maps onto itself."""
         return zero_state(self, batch)
+
+
+class Embedded(Transition):
+    """A transition that reads tokens: `f(state, E[x])`, where x is a whole number and `E` a table with a row for each.
+
+    `embedding` is an `nn.Embedding`; `nn.Embedding.from_pretrained(torch.eye(k))` makes the rows one-hot vectors. What
+    a step computes from x alone is computed once for every row of the table, where a sequence has more steps than that.
+
+    >>> from loopfold import unfold
+    >>> unfold(Embedded(LSTM(3, 5), nn.Embedding(10, 3)), torch.randint(10, (7, 2))).hidden.shape
+    torch.Size([7, 2, 5])
+    """
+
+    def __init__(self, cell: nn.Module, embedding: nn.Embedding) -> None:
+        super().__init__()
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(f"Embedded needs an nn.Embedding(tokens, size); a {type(embedding).__name__} came.")
+        self.embedding = embedding
+        self.cell = cell
+
+    def forward(self, state: State, x: Tensor) -> State:
+        return self.cell(state, self.embedding(x))
+
+    def initial_state(self, batch: int) -> State:
+        return initial_state(self.cell, batch, self.embedding.weight.new_zeros(batch, self.embedding.embedding_dim))
+
+
+def initial_state(f: Step, batch: int, x: Tensor | None = None) -> State:
+    """What `f` says of its own, or zeros of the size that it maps onto itself; `x [batch, …]` helps to find that."""
+    own = getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
+    if own is None or (isinstance(f, Transition) and type(f).initial_state is Transition.initial_state):
+        return zero_state(f, batch, x)
+    return own(batch)
 
 
 class Elman(Transition):

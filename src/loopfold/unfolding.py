@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.states import State, Step, describe, leaves, map_state, name_of, rebuild, zero_state
-from loopfold.transitions import Transition
+from loopfold.states import State, Step, describe, leaves, map_state, name_of, rebuild
+from loopfold.transitions import Transition, initial_state
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def checked(
     check_steps(tau)
     if state is None:
         assert x is not None
-        state = _initial_state(f, x)
+        state = initial_state(f, x.shape[1], x[0])
     else:
         state = _check_state(f, x, state)
     checked_lengths = None if lengths is None else check_lengths(lengths, tau, _batch(x, state))
@@ -148,13 +148,6 @@ def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None
 def _check_device(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
     if a.device != b.device:
         raise ValueError(f"{a_name} is on {a.device} and {b_name} on {b.device}; move one of them with .to(...).")
-
-
-def _initial_state(f: Step, x: Tensor) -> State:
-    own = getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
-    if own is None or (isinstance(f, Transition) and type(f).initial_state is Transition.initial_state):
-        return zero_state(f, x.shape[1], x[0])
-    return own(x.shape[1])
 
 
 def _check_state(f: Step, x: Tensor | None, state: State) -> State:

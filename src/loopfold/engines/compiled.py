@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopfold.engines.base import Engine, Recurrence
@@ -171,14 +172,19 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
 
     assert isinstance(recurrence.f, nn.Module)
     values: dict[Node, Any] = {node: _tensor(recurrence.f, name) for name, node in graph.parameters.items()}
+    outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
+    kinds = None if outside else _kinds(graph, rows)  # of tokens: fewer than steps, so each is computed on once
+    many = rows if kinds is None else kinds
     if graph.x is not None:
         assert recurrence.x is not None
-        values[graph.x] = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
-    outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
-    loop.run([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values, rows)
+        x = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
+        values[graph.x] = x if kinds is None else torch.arange(kinds, device=x.device)
+    loop.run([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values, many)
     constants = [recipe.make(values) for recipe in loop.constants]
-    widths = zip(loop.inputs, loop.widths, strict=True)
-    inputs = [r.make(values).expand(rows, w).reshape(tau, batch, w) for r, w in widths]
+    inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
+    if kinds is not None:
+        inputs = [F.embedding(x, table) for table in inputs]
+    inputs = [sequence.reshape(tau, batch, -1) for sequence in inputs]
     state = [start[i] for i in loop.carried]
 
     record = torch.is_grad_enabled() and any(t.requires_grad for t in (*constants, *inputs, *state))
@@ -208,6 +214,16 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         else:
             results.append(emitted[leaf])
     return rebuild(graph.structure, results)
+
+
+def _kinds(graph: StepGraph, rows: int) -> int | None:
+    """How many kinds of x there are, where x is a token that is only looked up in tables, and fewer kinds than rows."""
+    readers = [node for node in graph.operations if graph.x in node.inputs()]
+    tables = [node.args[0] for node in readers if node.target is torch.ops.aten.embedding.default]
+    if graph.x is None or not readers or len(tables) < len(readers):
+        return None
+    kinds = min(table.shape[0] for table in tables)
+    return kinds if kinds < rows else None
 
 
 def _alive(sequence: Tensor, lengths: Tensor) -> Tensor:

@@ -1,0 +1,341 @@
+"""The commands. Flags become objects here, once; what takes long to import is imported where it is used."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loopfold.comparison import Row
+    from loopfold.evaluation import Ledger
+    from loopfold.training.loop import Run
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Recurrent networks: train one on text, measure it beside honest baselines, let it write.",
+)
+RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold train` makes it.", show_default=False)]
+
+
+def main() -> None:
+    """What the command `loopfold` runs."""
+    with _errors():
+        app()
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Whatever a user can mend is one sentence and exit code 2, not a traceback."""
+    try:
+        yield
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        typer.echo(f"loopfold: {error}", err=True)
+        sys.stdout.flush()
+        os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
+
+
+def _exit_code(error: Exception) -> int | None:
+    from loopfold.processes import ProcessLost
+    from loopfold.text.corpus import CorpusError
+    from loopfold.training.folder import RunError
+    from loopfold.training.loop import Diverged, Stopped
+    from loopfold.training.options import OptionError
+
+    if isinstance(error, Stopped):
+        return 128 + error.signal
+    if isinstance(error, Diverged | ProcessLost):
+        return 1
+    return 2 if isinstance(error, CorpusError | OptionError | RunError | ImportError) else None
+
+
+def _several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+# ------------------------------------------------------------------ train
+
+
+@app.command(
+    epilog="**Example:** `loopfold train shakespeare.txt --preset standard --out runs/bard`, then "
+    "`loopfold generate runs/bard --prompt 'ROMEO:'`. Under `torchrun --nproc-per-node 2 -m loopfold train …` the "
+    "streams are shared by two processes."
+)
+def train(
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files or folders of UTF-8 text, - for standard input; python-docs by default."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make; runs/NAME-N by default.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help="quick (a minute), standard (10 minutes) or words; other flags change it.")
+    ] = "quick",
+    split: Annotated[str | None, typer.Option(help="Shares of train/valid/test, such as 90/5/5.")] = None,
+    valid: Annotated[str | None, typer.Option(help="A valid text of its own; then TEXT is all for training.")] = None,
+    test: Annotated[str | None, typer.Option(help="A test text of its own.")] = None,
+    unit: Annotated[str | None, typer.Option(help="characters, bytes, words or subwords (BPE).")] = None,
+    vocabulary_size: Annotated[int | None, typer.Option(help="The most words, or the number of subwords.")] = None,
+    model: Annotated[str | None, typer.Option(help="recurrent, or a baseline: window, convolution.")] = None,
+    cell: Annotated[
+        str | None, typer.Option(help="elman, lstm, gru, layernorm-lstm, or your own: path/to/file.py:Class.")
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Units in a layer.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers on top of each other.")] = None,
+    embedding_size: Annotated[int | None, typer.Option(help="The hidden size by default.")] = None,
+    one_hot: Annotated[bool | None, typer.Option("--one-hot", help="One-hot vectors, no embedding.")] = None,
+    tied: Annotated[bool | None, typer.Option(help="One table for embedding and readout.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Between layers and before the readout.")] = None,
+    variational: Annotated[bool | None, typer.Option(help="Dropout with one mask for a whole window.")] = None,
+    span: Annotated[int | None, typer.Option(help="How many tokens a window or a convolution sees.")] = None,
+    streams: Annotated[int | None, typer.Option(help="Parts of the text read side by side: the batch size.")] = None,
+    window: Annotated[int | None, typer.Option(help="Steps that gradients go back; the state goes further.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Times through the text.")] = None,
+    optimiser: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
+    learning_rate: Annotated[float | None, typer.Option()] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine, after the warm-up.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps in which the rate rises.")] = None,
+    weight_decay: Annotated[float | None, typer.Option()] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
+    clip: Annotated[float | None, typer.Option(help="The largest norm of the gradient; 0: not clipped.")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Steps from one evaluation to the next; an epoch by default.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    save_every: Annotated[float, typer.Option(help="Seconds from one checkpoint to the next.")] = 30.0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
+) -> None:
+    """Train a language model on text, into a run folder. Stop it when you like: --resume goes on, bit for bit."""
+    flags = {name: value for name, value in locals().items() if value is not None}
+    from loopfold.training import loop, options, watching
+
+    names = {field.name for field in fields(options.Options)}
+    changes: dict[str, Any] = {name: value for name, value in flags.items() if name in names}
+    if split is not None:
+        changes["split"] = _shares(split)
+    if text:
+        changes["sources"] = tuple(text)
+    rank = int(os.environ.get("RANK", 0))
+    watchers: list[watching.Watcher] = [] if quiet or rank else [watching.Terminal()]
+    if tensorboard and not rank:
+        watchers.append(watching.TensorBoard())
+    watcher = watching.Several(watchers)
+    if resume is not None:
+        if changes or out is not None:
+            other = ", ".join(f"--{name.replace('_', '-')}" for name in (*changes, *(["out"] if out else [])))
+            raise options.OptionError(f"--resume goes on with the options that the run has; leave out {other}.")
+        run = loop.resume(resume, watcher=watcher, save_every=save_every)
+    else:
+        chosen = options.preset(preset, **changes)
+        run = loop.train(chosen, out or _free_folder(chosen), watcher=watcher, save_every=save_every)
+    if not rank:
+        typer.echo(f"The run is in {run.path}. Next: loopfold compare {run.path}; loopfold generate {run.path}")
+
+
+def _shares(split: str) -> tuple[float, ...]:
+    from loopfold.training.options import OptionError
+
+    try:
+        train_, valid, test = map(float, split.replace(",", "/").split("/"))
+    except ValueError:
+        raise OptionError(f"--split takes shares of train/valid/test, such as 90/5/5; {split!r} came.") from None
+    return train_, valid, test
+
+
+def _free_folder(options: Any) -> Path:
+    """runs/NAME-N, with the first N that is not taken."""
+    name = "stdin" if options.sources[0] == "-" else Path(options.sources[0]).stem
+    kind = options.cell.rpartition(":")[2] if options.model == "recurrent" else options.model
+    n = 1
+    while (path := Path("runs") / f"{name}-{kind}-{n}").exists():
+        n += 1
+    return path
+
+
+# ------------------------------------------------------------------ evaluate and compare
+
+
+@app.command(
+    epilog="**Example:** `loopfold evaluate runs/bard --on valid`, or `loopfold evaluate runs/bard other.txt`."
+)
+def evaluate(
+    run: RunArgument,
+    text: Annotated[
+        list[str] | None, typer.Argument(help="Another text to score, whole, in place of the run's own.")
+    ] = None,
+    on: Annotated[str, typer.Option(help="Which part of the run's text: test, valid or train.")] = "test",
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Begin with an empty state every --window tokens, in place of carrying it.")
+    ] = False,
+    window: Annotated[int, typer.Option(help="Steps at a time; changes the value only with --cold.")] = 128,
+    streams: Annotated[int, typer.Option(help="Parts read side by side; never changes the value.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
+    from loopfold.comparison import held_out
+    from loopfold.evaluation import perplexity
+    from loopfold.text.corpus import read_text
+    from loopfold.training.loop import open_run
+    from loopfold.training.options import choose
+
+    found = open_run(run)
+    if text:
+        tokens = found.vocabulary.encode(read_text(text))
+    else:
+        tokens = held_out(found, found.corpus(), choose("part", on, ("test", "valid", "train")))
+    ledger = perplexity(found.model, tokens, streams=streams, window=window, carried=not cold)
+    typer.echo(
+        json.dumps(ledger.as_json(), indent=1) if as_json else _describe(ledger, " ".join(text or []) or on, window)
+    )
+
+
+def _describe(ledger: "Ledger", text: str, window: int) -> str:
+    state = "carried through the whole text" if ledger.carried else f"begun anew every {window} tokens"
+    lines = [
+        ("text", text),
+        ("tokens scored", f"{ledger.tokens:,} ({ledger.unit}s), {ledger.unknown or 0:,} of them unknown"),
+        ("state", state),
+        ("negative log likelihood", f"{ledger.nll:,.1f} nats"),
+        ("perplexity", f"{ledger.perplexity:,.4f}"),
+        ("nats per token", f"{ledger.nats_per_token:.4f}"),
+        ("bits per token", f"{ledger.bits_per_token:.4f}"),
+        ("bits per character", f"{ledger.bits_per_character:.4f}" if ledger.bits_per_character is not None else "—"),
+        ("bits per byte", f"{ledger.bits_per_byte:.4f}" if ledger.bits_per_byte is not None else "—"),
+    ]
+    return "\n".join(f"{name:<24}{value}" for name, value in lines)
+
+
+@app.command(
+    epilog="**Example:** `loopfold compare runs/bard runs/other`. Baselines are those of the first run's text."
+)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="One or more run folders on the same text.", show_default=False)],
+    on: Annotated[str, typer.Option(help="test or valid.")] = "test",
+    neural: Annotated[bool, typer.Option(help="Train the window and the convolution too.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
+) -> None:
+    """A table of the run beside uniform, n-gram, window and convolution models, on the same text and ledger."""
+    from loopfold import comparison
+    from loopfold.training.folder import RunFolder
+    from loopfold.training.loop import open_run
+    from loopfold.training.options import choose
+    from loopfold.training.watching import Silent, Terminal
+
+    choose("part", on, ("test", "valid"))
+    opened = [open_run(path) for path in runs]
+    rows = comparison.compare(
+        opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
+    )
+    data = {"on": on, "rows": [row.as_json() for row in rows]}
+    RunFolder(runs[0]).write_json("comparison.json", data)
+    if as_json:
+        typer.echo(json.dumps(data, indent=1))
+    else:
+        _print_table(opened, rows, on)
+
+
+def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    ledger = rows[0].ledger
+    table = Table(title=f"{runs[0].config['corpus']['name']}, {on} text: {ledger.tokens:,} {ledger.unit}s")
+    table.add_column("model")
+    for name in ("parameters", "full table |V|ⁿ", "trained tokens/s", "perplexity", "bits/character"):
+        table.add_column(name, justify="right")
+    best = min(row.ledger.nll for row in rows)
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.parameters:,}",
+            "" if row.table is None else f"{row.table:,}" if row.table < 10**9 else f"{row.table:.1e}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.ledger.perplexity:,.3f}",
+            "—" if row.ledger.bits_per_character is None else f"{row.ledger.bits_per_character:.3f}",
+            style="bold" if row.ledger.nll == best else None,
+        )
+    Console().print(table)
+
+
+# ------------------------------------------------------------------ generate
+
+
+@app.command(epilog="**Example:** `loopfold generate runs/bard --prompt 'ROMEO:' --temperature 0.8 --length 500`.")
+def generate(
+    run: RunArgument,
+    prompt: Annotated[str, typer.Option(help="What to go on from.")] = "",
+    length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 500,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Below 1: safer; above 1: wilder; 0: always the likeliest.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Only the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only the likeliest that make up this probability.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    beam: Annotated[int | None, typer.Option(min=1, help="Search for a likely text with so many beginnings.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Let a trained model write. Text appears as it is written; every token costs the same, however long the text."""
+    from loopfold.generation import generate as write
+    from loopfold.training.loop import open_run
+    from loopfold.training.options import OptionError
+
+    found = open_run(run, device)
+    typer.echo(prompt, nl=False)
+    try:
+        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, device)
+        write(found.model, found.vocabulary, prompt, length, pick, show=_show)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    typer.echo()
+
+
+def _pick(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    greedy: bool,
+    beam: int | None,
+    seed: int,
+    device: str,
+) -> Any:
+    import torch
+
+    from loopfold.feeding import Greedy, Sample
+    from loopfold.generation import Beam
+    from loopfold.training.options import OptionError
+
+    narrowed = temperature not in (0, 1) or top_k is not None or top_p is not None
+    if sum([beam is not None, greedy or temperature == 0]) > 1 or (narrowed and (greedy or beam is not None)):
+        raise OptionError("choose one: --greedy, --beam, or a draw with --temperature, --top-k and --top-p.")
+    if beam is not None:
+        return Beam(beam)
+    if greedy or temperature == 0:
+        return Greedy()
+    generator = torch.Generator(device).manual_seed(seed)
+    return Sample(generator, temperature, top_k, top_p)
+
+
+_show: Callable[[str], None] = lambda piece: typer.echo(piece, nl=False)  # noqa: E731
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A run beside its baselines, all on the same text, in the same tokens, by the same ledger."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loopfold.evaluation import Ledger, perplexity
+from loopfold.language.ngram import NGramLM
+from loopfold.text.corpus import Corpus
+from loopfold.text.vocabulary import Tokens
+from loopfold.training.folder import RunError
+from loopfold.training.loop import Run, open_run, resume, train
+from loopfold.training.options import OptionError
+from loopfold.training.watching import Silent, Watcher
+
+SPANS = {"window": 12, "convolution": 32}  # how many tokens the neural baselines see
+MOST = 12  # the order at which the search for the best n-gram ends
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of the table. `parameters` counts the numbers fitted; of an n-gram, the entries that it keeps."""
+
+    name: str
+    parameters: int
+    table: int | None  # |V|^n, of which an n-gram keeps the entries that occur
+    tokens_per_second: float  # in training
+    ledger: Ledger
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"table": str(self.table), "ledger": self.ledger.as_json()}
+
+
+def compare(
+    runs: Sequence[Run],
+    part: str = "test",
+    *,
+    neural: bool = True,
+    watcher: Callable[[str], Watcher] = lambda name: Silent(),
+) -> list[Row]:
+    """Rows for the uniform model, n-grams up to the best order, a window, a convolution, and the runs themselves.
+
+    The baselines are those of the first run's text and vocabulary; every other run must be of the same text. The window
+    and the convolution are trained as long as the first run was, in folders under its own, where a second comparison
+    finds them. `part` is "test" or "valid".
+    """
+    first = runs[0]
+    corpus = first.corpus()
+    for run in runs[1:]:
+        if run.config["corpus"]["sha256"] != corpus.sha256:
+            raise RunError(f"{run.path} was trained on another text than {first.path}: they cannot be compared.")
+    tokens = held_out(first, corpus, part)
+    rows = ngrams(first, corpus, tokens)
+    if neural:
+        rows += [_row(_baseline(first, kind, watcher(kind)), kind, tokens) for kind in SPANS]
+    for run in runs:
+        rows.append(_row(run, name_of_run(run), held_out(run, corpus, part)))
+    return rows
+
+
+def name_of_run(run: Run) -> str:
+    """What a run is called in a table."""
+    options = run.options
+    kind = options.cell.rpartition(":")[2] if options.model == "recurrent" else options.model
+    return f"{kind} {' × '.join([str(options.hidden_size)] + [str(options.layers)] * (options.layers > 1))}"
+
+
+def held_out(run: Run, corpus: Corpus, part: str) -> Tokens:
+    """The test or the valid text, in the run's tokens."""
+    text = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}[part]
+    if not text:
+        raise OptionError(
+            f"the run has no {part} text: it was split {run.options.split}. Choose another part with --on."
+        )
+    return run.vocabulary.encode(text)
+
+
+def ngrams(run: Run, corpus: Corpus, tokens: Tokens) -> list[Row]:
+    """The uniform model and n-grams of rising order, until the next is no better on the valid text."""
+    train_ids, valid = (
+        run.vocabulary.encode(corpus.train).ids,
+        run.vocabulary.encode(corpus.valid or corpus.train[-10_000:]),
+    )
+    rows: list[Row] = []
+    before = math.inf
+    for order in range(MOST + 1):
+        begin = time.perf_counter()
+        model = NGramLM(train_ids, run.vocabulary.size, order, run.vocabulary.end)
+        seconds = time.perf_counter() - begin
+        name = {0: "uniform", 1: "unigram"}.get(order, f"{order}-gram")
+        ledger = perplexity(model, tokens, streams=1, window=len(tokens))
+        rows.append(Row(name, model.entries, model.table_size, len(train_ids) / seconds, ledger))
+        now = perplexity(model, valid, streams=1, window=len(valid)).nll
+        if now > before:
+            break
+        before = now
+    return rows
+
+
+def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
+    """A window or a convolution, trained as the run was; found where it was trained before."""
+    path: Path = run.path / "baselines" / kind
+    if not (path / "checkpoint.json").exists():
+        options = replace(run.options, model=kind, cell="gru", span=SPANS[kind], one_hot=False, tied=False)
+        return train(options, path, watcher=watcher)
+    found = open_run(path)
+    finished = found.metrics and found.metrics[-1]["epoch"] >= found.options.epochs
+    return found if finished else resume(path, watcher=watcher)
+
+
+def _row(run: Run, name: str, tokens: Tokens) -> Row:
+    parameters = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    last = run.metrics[-1] if run.metrics else None
+    speed = run.config["corpus"]["tokens"] * last["epoch"] / last["seconds"] if last else math.nan
+    return Row(name, parameters, None, speed, perplexity(run.model, tokens))

@@ -1,0 +1,183 @@
+"""The perplexity ledger: what a model makes of a text, as totals from which every figure follows."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.language.base import Context, LanguageModel
+from loopfold.language.recurrent import as_language_model
+from loopfold.processes import Processes
+from loopfold.states import leaves, map_state, whole_number
+from loopfold.text.streams import Streams
+from loopfold.text.vocabulary import Tokens
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Totals over a text. Perplexity is the exponential of the mean over all tokens, never a mean of exponentials.
+
+    >>> uniform = Ledger(nll=3 * math.log(8), tokens=3, unit="character", characters=3, bytes=3)
+    >>> round(uniform.perplexity, 12), round(uniform.bits_per_token, 12)
+    (8.0, 3.0)
+    """
+
+    nll: float  # −Σ log P(token | the tokens before it), in nats
+    tokens: int  # how many were scored
+    unit: str = "token"  # what a token is
+    unknown: int | None = None  # how many of them stand for something that is not in the vocabulary
+    characters: int | None = None  # of the text that they stand for
+    bytes: int | None = None  # the same in UTF-8
+    carried: bool = True  # whether the state went through the whole text, or began anew with every window
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """`exp(-(1/n) Σ log P)`: 1 for a perfect model, |V| for a uniform one, ∞ where a token was held impossible."""
+        try:
+            return math.exp(self.nats_per_token)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_token(self) -> float:
+        return self.nats_per_token / math.log(2)
+
+    @property
+    def bits_per_character(self) -> float | None:
+        return None if not self.characters else self.nll / math.log(2) / self.characters
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return None if not self.bytes else self.nll / math.log(2) / self.bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """The totals, and what follows from them."""
+        names = ("perplexity", "nats_per_token", "bits_per_token", "bits_per_character", "bits_per_byte")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+def perplexity(
+    model: nn.Module,
+    tokens: Tensor | Tokens,
+    *,
+    streams: int = 32,
+    window: int = 128,
+    carried: bool = True,
+    processes: Processes = Processes(),
+) -> Ledger:
+    """Score every token of a text once, and none else, each from all the tokens before it.
+
+    `model`    a `LanguageModel`, or a `SequenceToSequence` over one-hot vectors, whose first input is zeros
+    `tokens`   what a vocabulary's `encode` gives, or whole numbers: `[n]`, or `[τ, batch]` for texts of equal length
+    `streams`  how many parts of the text are read side by side; like `window`, it changes the time, not the value
+    `carried`  False: the state begins anew every `window` tokens, as where a model sees only that much
+
+    >>> from loopfold import Elman, SequenceToSequence
+    >>> model = SequenceToSequence(Elman(8, 5), outputs=8)
+    >>> _ = nn.init.zeros_(model.V), nn.init.zeros_(model.c)
+    >>> round(perplexity(model, torch.tensor([3, 1, 4, 1, 5])).perplexity, 5)
+    8.0
+    """
+    language_model = as_language_model(model)
+    ids = _checked(tokens.ids if isinstance(tokens, Tokens) else tokens, language_model)
+    whole_number("perplexity", "streams", streams)
+    whole_number("perplexity", "window", window)
+    with evaluating(language_model):
+        if ids.dim() == 2:
+            nll = _score(language_model, ids, window if not carried else len(ids))
+        elif not carried:
+            nll = sum(_score(language_model, part, window) for part in _pieces(ids, window, streams))
+        else:
+            nll = _carried(language_model, ids, streams, window, processes)
+    if isinstance(tokens, Tokens):
+        return Ledger(nll, len(ids), tokens.unit, tokens.unknown, tokens.characters, tokens.bytes, carried)
+    return Ledger(nll, ids.numel(), carried=carried)
+
+
+def _checked(ids: Any, model: LanguageModel) -> Tensor:
+    ids = torch.as_tensor(ids)
+    if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
+        raise ValueError(f"tokens are whole numbers, [n] or [τ, batch]; {ids.dtype} {tuple(ids.shape)} came.")
+    if int(ids.min()) < 0 or int(ids.max()) >= model.vocabulary_size:
+        raise ValueError(
+            f"tokens run from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {model.vocabulary_size - 1}."
+        )
+    return ids.long()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While open, the model is in its evaluation mode and no gradient is kept."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _score(model: LanguageModel, ids: Tensor, window: int) -> float:
+    """The sum over texts `[τ, batch]`, each by itself, anew every `window` tokens."""
+    context = model.initial_context(ids.shape[1])
+    parts = [model(part.to(context.last.device), context).nll for part in ids.split(window)]
+    return sum(float(nll.double().sum()) for nll in parts)
+
+
+def _pieces(ids: Tensor, window: int, streams: int) -> Iterator[Tensor]:
+    """A text in pieces of `window` tokens, `streams` of them at a time: `[window, ≤ streams]`; last, what is left."""
+    whole = len(ids) // window * window
+    if whole:
+        yield from ids[:whole].view(-1, window).T.split(streams, dim=1)
+    if whole < len(ids):
+        yield ids[whole:, None]
+
+
+def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes) -> float:
+    """The sum over one text whose state is carried from its first token to its last, computed in parallel streams.
+
+    At first every stream begins cold. Then each begins again where the one before it has ended, and is read until the
+    context at the end of a window is what it was before: from there on nothing can change. This is repeated until no
+    beginning moves. The first k streams are right after k rounds at the latest; a model that forgets takes two.
+    """
+    count = min(streams, len(ids)) // processes.count * processes.count
+    if not count:
+        processes, count = Processes(), min(streams, len(ids))  # hardly any text: each process reads it all
+    part = Streams(ids, count, window).part(processes.rank, processes.count)
+    cold = model.initial_context(count)
+    device = cold.last.device
+    starts = cold
+    nll: list[float] = [0.0] * len(part)
+    ends: list[Context | None] = [None] * len(part)
+    for _ in range(count):
+        context = processes.share(starts)
+        for i in range(len(part)):
+            piece = part[i]
+            scored = model(piece.tokens.to(device), context, piece.lengths)
+            nll[i] = float(scored.nll.double().sum())
+            settled = ends[i] is not None and _same(scored.context, ends[i])
+            ends[i] = context = scored.context
+            if settled:
+                break
+        shifted = map_state(lambda c, e: torch.cat([c[:1], e[:-1]]), cold, processes.gather(ends[-1]))
+        if _same(shifted, starts):
+            break
+        starts = shifted
+    return float(processes.sum(torch.tensor(math.fsum(nll), dtype=torch.float64)))
+
+
+def _same(a: Context, b: Context | None) -> bool:
+    """Equal, up to the rounding of their dtype."""
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        tolerance = 100 * torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        if not torch.allclose(x, y, rtol=tolerance, atol=tolerance):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Models of P(token | the tokens before it): base, recurrent, ngram, window."""

@@ -1,0 +1,119 @@
+"""The recurrent language model: the past as a hidden state, P(x(t) | x(1…t-1)) = P(x(t) | h(t-1))."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopfold.feeding import Classes
+from loopfold.language.base import Context, LanguageModel, Next, Scored, after, alive
+from loopfold.patterns import Readout, SequenceToSequence
+from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
+from loopfold.states import whole_number
+from loopfold.transitions import Embedded
+
+
+class RecurrentLM(LanguageModel):
+    """`network`, made to predict each token from those before it: what it reads at step t is the token of step t-1.
+
+    `network` reads tokens, 0 … |V|-1 and |V| for the start of a text (see `Embedded`), or vectors `[τ, batch, |V|]`,
+    to which a token is given one-hot and the start as zeros. `dropout` falls on what the readout reads.
+
+    >>> from loopfold import LSTM
+    >>> model = RecurrentLM(SequenceToSequence(LSTM(10, 5), outputs=10))
+    >>> model(torch.tensor([[3, 1, 4, 1]]).T, model.initial_context(1)).nll.shape
+    torch.Size([4, 1])
+    """
+
+    def __init__(self, network: SequenceToSequence, dropout: nn.Module | None = None) -> None:
+        super().__init__()
+        if not isinstance(network, SequenceToSequence) or not isinstance(network.outputs, Classes):
+            raise TypeError("a language model needs an output at every step: SequenceToSequence(layer, outputs=|V|).")
+        if any(isinstance(module, Bidirectional) for module in network.modules()):
+            raise ValueError("a language model predicts what comes; a Bidirectional layer has read it already.")
+        self.network = network
+        self.dropout = dropout or nn.Identity()
+        self.vocabulary_size = network.outputs.size
+        self.reads_tokens = any(isinstance(module, Embedded) for module in network.modules())
+
+    def initial_context(self, batch: int) -> Context:
+        start = torch.full((batch,), self.vocabulary_size, device=self.network.c.device)
+        return Context(start, self.network.recurrent.initial_state(batch))
+
+    def forward(self, tokens: Tensor, context: Context, lengths: Tensor | None = None) -> Scored:
+        x = torch.cat([context.last[None], tokens[:-1]])  # x(t) = token(t-1)
+        run = self.network.recurrent(self._encode(x), context.memory, lengths)
+        o = self.network.readout(self.dropout(run.hidden))
+        nll = F.cross_entropy(o.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+        if lengths is not None:
+            nll = torch.where(alive(tokens, lengths), nll, 0)
+        return Scored(nll, Context(after(tokens, lengths), run.last))
+
+    def next(self, context: Context) -> Next:
+        run = self.network.recurrent(self._encode(context.last[None]), context.memory)
+        return Next(self.network.readout(run.last_hidden).log_softmax(-1), run.last)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        if self.reads_tokens:
+            return x
+        return F.one_hot(x, self.vocabulary_size + 1)[..., :-1].to(self.network.c.dtype)
+
+
+class TiedReadout(Readout):
+    """`o = c + V h`, where `V` is the table of embeddings too, less its last row, the start of a text."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.embedding = embedding
+        self.c = nn.Parameter(embedding.weight.new_zeros(embedding.num_embeddings - 1))
+
+    @property
+    def V(self) -> Tensor:  # type: ignore[override]
+        return self.embedding.weight[:-1]
+
+
+def recurrent_lm(
+    vocabulary_size: int,
+    cells: Sequence[nn.Module],
+    embedding_size: int | None,
+    dropout: float = 0.0,
+    *,
+    variational: bool = False,
+    tied: bool = False,
+) -> RecurrentLM:
+    """Embedding, stacked cells, readout. The first cell reads `embedding_size` numbers; None means one-hot vectors.
+
+    `dropout` falls between layers and before the readout; `variational`: with one mask for all steps of a window.
+    `tied` makes the readout's `V` the table of embeddings itself.
+    """
+    kinds = whole_number("a language model", "vocabulary_size", vocabulary_size) + 1  # the start of a text is one
+    if embedding_size is None:
+        if tied:
+            raise ValueError("one-hot vectors have no table to tie the readout to: give an embedding size.")
+        embedding = nn.Embedding.from_pretrained(torch.eye(kinds, vocabulary_size))
+    else:
+        embedding = nn.Embedding(kinds, embedding_size)
+    kind = VariationalDropout if variational else nn.Dropout
+    layers = [Recurrent(Embedded(cells[0], embedding)), *map(Recurrent, cells[1:])]
+    network = SequenceToSequence(Stacked(layers, kind(dropout)), vocabulary_size)
+    if tied:
+        n = network.recurrent.hidden_size
+        if n != embedding_size:
+            raise ValueError(f"tied weights need an embedding of the hidden size, {n}; {embedding_size} came.")
+        nn.init.normal_(embedding.weight, std=1 / math.sqrt(n))  # as an output layer starts
+        network.readout = TiedReadout(embedding)
+    return RecurrentLM(network, kind(dropout))
+
+
+def as_language_model(model: nn.Module) -> LanguageModel:
+    """A language model as it is; a `SequenceToSequence` over one-hot vectors or tokens as a `RecurrentLM`."""
+    if isinstance(model, LanguageModel):
+        return model
+    if isinstance(model, SequenceToSequence):
+        return RecurrentLM(model).train(model.training)
+    raise TypeError(
+        f"a {type(model).__name__} is no language model. Give one of ours, such as lf.NGramLM, or a "
+        f"lf.SequenceToSequence whose outputs are the tokens; or derive from lf.LanguageModel."
+    )

@@ -1,0 +1,139 @@
+"""The public names, those that `import loopfold as lf` gives."""
+
+from loopfold.backpropagation import BPTT, bptt, truncated_bptt
+from loopfold.comparison import Row, compare
+from loopfold.engines.auto import Auto
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.fused_cpu import FusedCPU
+from loopfold.engines.looped import Looped
+from loopfold.engines.sequential import Sequential
+from loopfold.evaluation import Ledger, perplexity
+from loopfold.feeding import (
+    Classes,
+    Coin,
+    Feeding,
+    FreeRunning,
+    Greedy,
+    Outputs,
+    Pick,
+    Ramp,
+    Reals,
+    Sample,
+    ScheduledSampling,
+    Soft,
+    TeacherForcing,
+)
+from loopfold.generation import Beam, generate
+from loopfold.gradients import GradientFlow, gradient_flow, per_step_gradients
+from loopfold.language.base import LanguageModel
+from loopfold.language.ngram import NGramLM
+from loopfold.language.recurrent import RecurrentLM
+from loopfold.language.window import ConvolutionLM, WindowLM
+from loopfold.patterns import (
+    Autoencoder,
+    EncoderDecoder,
+    OutputRecurrence,
+    Prediction,
+    SequenceToOne,
+    SequenceToSequence,
+    VectorToSequence,
+)
+from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout, from_torch, to_torch
+from loopfold.stepgraph.trace import StepGraph, step_graph
+from loopfold.text.corpus import Corpus, read_corpus
+from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
+from loopfold.training.loop import Run, open_run, resume, train
+from loopfold.training.options import Options, preset
+from loopfold.transitions import (
+    GRU,
+    LSTM,
+    Elman,
+    Embedded,
+    LayerNormLSTM,
+    LSTMState,
+    Orthogonal,
+    ScaledIdentity,
+    Transition,
+    Uniform,
+)
+from loopfold.unfolding import Unfolding, unfold
+
+__all__ = [
+    "Auto",
+    "Autoencoder",
+    "BPTT",
+    "Beam",
+    "Bidirectional",
+    "Bytes",
+    "Characters",
+    "Classes",
+    "Coin",
+    "ConvolutionLM",
+    "Corpus",
+    "Elman",
+    "Embedded",
+    "EncoderDecoder",
+    "Engine",
+    "Feeding",
+    "FreeRunning",
+    "FusedCPU",
+    "GRU",
+    "GradientFlow",
+    "Greedy",
+    "LSTM",
+    "LSTMState",
+    "LanguageModel",
+    "LayerNormLSTM",
+    "Ledger",
+    "Looped",
+    "NGramLM",
+    "Options",
+    "Orthogonal",
+    "OutputRecurrence",
+    "Outputs",
+    "Pick",
+    "Prediction",
+    "Ramp",
+    "Reals",
+    "Recurrence",
+    "Recurrent",
+    "RecurrentLM",
+    "Row",
+    "Run",
+    "Sample",
+    "ScaledIdentity",
+    "ScheduledSampling",
+    "SequenceToOne",
+    "SequenceToSequence",
+    "Sequential",
+    "Soft",
+    "Stacked",
+    "StepGraph",
+    "Subwords",
+    "TeacherForcing",
+    "Tokens",
+    "Transition",
+    "Unfolding",
+    "Uniform",
+    "VariationalDropout",
+    "VectorToSequence",
+    "Vocabulary",
+    "WindowLM",
+    "Words",
+    "bptt",
+    "compare",
+    "from_torch",
+    "generate",
+    "gradient_flow",
+    "open_run",
+    "per_step_gradients",
+    "perplexity",
+    "preset",
+    "read_corpus",
+    "resume",
+    "step_graph",
+    "to_torch",
+    "train",
+    "truncated_bptt",
+    "unfold",
+]

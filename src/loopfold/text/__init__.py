@@ -1,0 +1,1 @@
+"""Text as tokens: corpus, vocabulary, streams."""

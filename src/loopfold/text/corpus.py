@@ -1,0 +1,195 @@
+"""Reads text from files, folders or standard input, and splits it into training, validation and test text."""
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fractions import Fraction
+from hashlib import sha256
+from pathlib import Path
+from shlex import quote
+
+PYTHON_DOCS = "python-docs"
+LEAST = 100  # characters of training text
+_STDIN = "standard input"
+
+
+class CorpusError(ValueError):
+    """Text that cannot be used; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to learn from, to choose by and to report on; `sha256` tells two corpora, or two splits of one, apart.
+
+    >>> Corpus("rhyme", "one, ", "two", "").sha256 == Corpus("rhyme", "one", ", two", "").sha256
+    False
+    """
+
+    name: str
+    train: str = field(repr=False)
+    valid: str = field(repr=False)
+    test: str = field(repr=False)
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = sha256()
+        for part in (self.train, self.valid, self.test):
+            utf8 = part.encode()
+            digest.update(b"%d\n" % len(utf8))  # so that moving the split changes it
+            digest.update(utf8)
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+
+def read_corpus(
+    sources: Sequence[str], split: Sequence[float] = (90, 5, 5), valid: str | None = None, test: str | None = None
+) -> Corpus:
+    """The text of `sources`, one after the other, split by `split` or whole where `valid` or `test` are given.
+
+    A source is a file, a folder (all `*.txt` in it), `-` for standard input, or `python-docs`; `./python-docs` is a
+    file of that name. `split` holds the shares of training, validation and test text.
+
+    >>> corpus = read_corpus(["python-docs"], split=(8, 1, 1))
+    >>> 7 < len(corpus.train) / len(corpus.test) < 9
+    True
+    """
+    sources = [sources] if isinstance(sources, str) else [*sources]
+    _check_names([*sources, *(name for name in (valid, test) if name is not None)])
+    text = read_text(sources)
+    if valid is None and test is None:
+        parts = _split(text, split)
+    else:
+        parts = text, "" if valid is None else _read(valid), "" if test is None else _read(test)
+    if len(parts[0]) < LEAST:
+        raise CorpusError(
+            f"the training text has {len(parts[0])} characters and needs at least {LEAST}: name more text, or type "
+            f"{PYTHON_DOCS} to try without a file."
+        )
+    names = [{"-": _STDIN}.get(source) or Path(source).name or Path(source).resolve().name for source in sources]
+    return Corpus(" + ".join(names) if len(names) < 4 else f"{names[0]} + {len(names) - 1} more", *parts)
+
+
+def read_text(sources: Sequence[str]) -> str:
+    """The text of `sources` as one, not split."""
+    _check_names(sources)
+    return _join([_read(source) for source in sources])
+
+
+def _check_names(sources: Sequence[str]) -> None:
+    if not sources or "" in sources:
+        raise CorpusError(f"no text was named: name a file, a folder, - for {_STDIN}, or {PYTHON_DOCS}.")
+    if sources.count("-") > 1:
+        raise CorpusError(f"- stands for {_STDIN}, which can be read only once: save it to a file and name that.")
+
+
+def python_docs() -> str:
+    """What `help("topics")` offers: half a megabyte of English that comes with every CPython, a little new in each.
+
+    >>> "assert statement" in python_docs()
+    True
+    """
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[key] for key in sorted(topics))
+
+
+def _split(text: str, shares: Sequence[float]) -> tuple[str, str, str]:
+    """Three parts in order; a cut moves on to the next line start if that is near, so that no line is torn in two."""
+    if len(shares) != 3 or not math.isfinite(sum(shares)) or min(shares) < 0 or shares[0] == 0:
+        raise CorpusError(
+            f"the split is {', '.join(map(str, shares))}; it needs three shares for training, validation and test, "
+            f"none below 0 and the first above 0, such as 90, 5, 5."
+        )
+    exact = [Fraction(str(share)) for share in shares]  # 90, 5, 5 and 0.9, 0.05, 0.05 must cut at the same place
+    exact = [share / sum(exact) for share in exact]
+    # Half the smallest share at most, so that a moved cut leaves something of every part.
+    near = len(text) * min(Fraction(1, 100), min(filter(None, exact)) / 2)
+
+    def cut(share: Fraction) -> int:
+        plain = round(len(text) * share)
+        line = text.find("\n", max(plain - 1, 0)) + 1
+        return line if 0 < line - plain <= near else plain
+
+    first, second = cut(exact[0]), cut(exact[0] + exact[1])
+    parts = text[:first], text[first:second], text[second:]
+    for name, part, share in zip(("training", "validation", "test"), parts, exact, strict=True):
+        if share and not part:
+            raise CorpusError(
+                f"the {name} text is empty: {float(share):.3g} of {len(text)} characters is none. Name more text, or "
+                f"choose another split, such as 90, 5, 5."
+            )
+    return parts
+
+
+# ------------------------------------------------------------------ one source
+
+
+def _read(source: str) -> str:
+    if source == PYTHON_DOCS:
+        return python_docs()
+    path, name = Path(source), _STDIN if source == "-" else source
+    try:
+        if source == "-":
+            text = _decode(sys.stdin.buffer.read(), name)
+        else:
+            files = _files(path) if path.is_dir() else [path]
+            text = _join([_decode(file.read_bytes(), str(file)) for file in files])
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorpusError(_missing(path)) from None
+    except OSError as error:
+        name = str(error.filename or name)
+        raise CorpusError(
+            f"{name} cannot be read ({error.strerror}): type ls -l {quote(name)} to see why, or name another file."
+        ) from None
+    if not text.strip():
+        raise CorpusError(f"{name} is empty: name a file with text, or type {PYTHON_DOCS} to try without one.")
+    return text
+
+
+def _files(folder: Path) -> list[Path]:
+    below = [p for p in folder.rglob("*") if not any(n.startswith(".") for n in p.relative_to(folder).parts)]
+    files = sorted(p for p in below if p.is_file())
+    texts = [p for p in files if p.suffix.lower() == ".txt"]
+    if not files:
+        raise CorpusError(f"the folder {folder} has no files: name a file with text, or another folder.")
+    if not texts:
+        common = [suffix for suffix, _ in Counter(p.suffix for p in files).most_common(5)]
+        raise CorpusError(
+            f"the folder {folder} has no .txt files, only {', '.join(s or 'names without a suffix' for s in common)}: "
+            f"name the files, as in loopfold train {quote(str(folder))}/*{common[0]}"
+        )
+    return texts
+
+
+def _decode(raw: bytes, name: str) -> str:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+        old = "old.txt" if name == _STDIN else quote(name)
+        raise CorpusError(
+            f"{name} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}. If it is {encoding}, type "
+            f"iconv -f {encoding} -t utf-8 {old} > new.txt and name new.txt."
+        ) from None
+    if "\0" in text:
+        raise CorpusError(f"{name} is not text: byte {raw.index(0)} is NUL. Name a text file in UTF-8.")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _missing(path: Path) -> str:
+    names = {PYTHON_DOCS} if path.parent == Path() else set()
+    with suppress(OSError):
+        names |= {*os.listdir(path.parent)} - {path.name}  # a link that leads nowhere has a name
+    for close in get_close_matches(path.name, names, n=1):
+        return f"there is no file {path}. Did you mean {path.with_name(close)}?"
+    where = "" if path.parent.is_dir() else f", nor a folder {path.parent}"
+    return f"there is no file {path}{where}: name a text file, or type {PYTHON_DOCS} to try without one."
+
+
+def _join(texts: Iterable[str]) -> str:
+    *heads, last = texts
+    return "".join(text if text.endswith("\n") or not text else text + "\n" for text in heads) + last

@@ -1,0 +1,368 @@
+"""What the tokens of a text are: characters, bytes, words or subwords, and their numbers."""
+
+import codecs
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopfold.states import whole_number
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A text as numbers, and what is needed to compare losses per token, per character and per byte.
+
+    >>> tokens = Words(("good", "day")).encode("good morning")
+    >>> tokens.ids.tolist(), tokens.unknown, tokens.characters
+    ([2, 0, 1], 1, 12)
+    """
+
+    ids: Tensor  # [n] int64
+    unit: str
+    characters: int
+    bytes: int  # of the text in UTF-8
+    unknown: int  # how many ids stand for something unknown
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Vocabulary(ABC):
+    """The tokens that a model knows; each has a number from 0 to `size` - 1. Learnt from training text by `of`."""
+
+    unit: ClassVar[str]
+    unknown: ClassVar[int | None] = None  # the id of <unk>; None where nothing can be unknown
+    end: ClassVar[int | None] = None  # the id of <eos>, the end of a line
+
+    @abstractmethod
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens."""
+
+    @abstractmethod
+    def stream(self) -> Callable[[int], str]:
+        """A function that takes the next id and returns the text that can be printed now, "" where more must come."""
+
+    @abstractmethod
+    def unknown_in(self, text: str) -> list[str]:
+        """What in a text is unknown, each thing once, in order of first appearance."""
+
+    @property
+    @abstractmethod
+    def _table(self) -> Sequence[Any]:
+        """What each id stands for, as text or as bytes."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self._table)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `vocabulary_from_json` needs to build this vocabulary again."""
+        return {"kind": type(self).__name__.lower(), **asdict(self)}
+
+    def _entry(self, number: int) -> Any:
+        if not 0 <= number < self.size:
+            raise ValueError(f"id {number} came; this vocabulary has ids from 0 to {self.size - 1}.")
+        return self._table[number]
+
+    def _tokens(self, text: str, parts: Iterable[NDArray[np.int64]]) -> Tokens:
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        unknown = 0 if self.unknown is None else int((ids == self.unknown).sum())
+        return Tokens(torch.from_numpy(ids), self.unit, len(text), len(text.encode()), unknown)
+
+
+def vocabulary_from_json(data: dict[str, Any]) -> Vocabulary:
+    """The vocabulary whose `as_json` this is.
+
+    >>> vocabulary_from_json({"kind": "characters", "symbols": "abc"}).size
+    4
+    """
+    match data:
+        case {"kind": "characters", "symbols": str(symbols)}:
+            return Characters(symbols)
+        case {"kind": "bytes"}:
+            return Bytes()
+        case {"kind": "words", "words": [*words]}:
+            return Words(tuple(words))
+        case {"kind": "subwords", "model": str(model)}:
+            return Subwords(model)
+    raise ValueError(
+        f"no vocabulary is of kind {data.get('kind')!r} with the fields {sorted(set(data) - {'kind'})}; the kinds are "
+        f"characters (with symbols), bytes, words (with words) and subwords (with model)."
+    )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in parts of about 64 thousand characters, each of whole lines."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + (1 << 16)) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+# ------------------------------------------------------------------ characters
+
+
+@dataclass(frozen=True)
+class Characters(Vocabulary):
+    """Every character of the training text; id 0 stands for all others and is printed as `\N{REPLACEMENT CHARACTER}`.
+
+    >>> vocabulary = Characters.of("abba")
+    >>> vocabulary.encode("bac").ids.tolist(), vocabulary.unknown_in("bac"), vocabulary.size
+    ([2, 1, 0], ['c'], 3)
+    """
+
+    symbols: str  # in the order of their ids, from 1 on
+    unit: ClassVar[str] = "character"
+    unknown: ClassVar[int | None] = 0
+
+    @classmethod
+    def of(cls, text: str) -> "Characters":
+        seen = np.zeros(0x110000, dtype=bool)  # one place for every character of Unicode
+        for piece in _pieces(text):
+            seen[_codes(piece)] = True
+        return cls("".join(map(chr, np.flatnonzero(seen).tolist())))
+
+    @cached_property
+    def _table(self) -> str:
+        return "\N{REPLACEMENT CHARACTER}" + self.symbols
+
+    def encode(self, text: str) -> Tokens:
+        id_of = np.zeros(0x110000, dtype=np.int64)
+        id_of[_codes(self.symbols)] = np.arange(1, self.size)
+        return self._tokens(text, (id_of[_codes(piece)] for piece in _pieces(text)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._entry, ids))
+
+    def stream(self) -> Callable[[int], str]:
+        return self._entry
+
+    def unknown_in(self, text: str) -> list[str]:
+        return [symbol for symbol in dict.fromkeys(text) if symbol not in self.symbols]
+
+
+def _codes(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+
+
+# ------------------------------------------------------------------ words
+
+# Scripts written without spaces: Thai and Lao, Myanmar, Khmer, then Han and Kana with their punctuation, compatibility
+# and full-width forms, and the extensions. U+3000 is missing since it is white space; Hangul, since Korean has spaces.
+_UNSPACED = (
+    "\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fff\u3001-\u312f\u3190-\u9fff\uf900-\ufaff"
+    "\uff01-\uff9f\uffe0-\uffee\U0001aff0-\U0001b16f\U00020000-\U0003ffff"
+)
+_ALONE = re.compile(f"[{_UNSPACED}]")
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+
+
+@dataclass(frozen=True)
+class Words(Vocabulary):
+    """What stands between white space; in scripts without spaces, such as Chinese, each character is a word.
+
+    Every line ends in `<eos>`. Words that are not in the list become `<unk>`, as does the word `<unk>` itself. A text
+    that has it, as Penn Treebank and WikiText do, is in words already, so there only white space parts them.
+
+    >>> vocabulary = Words.of("to be or not to be")
+    >>> vocabulary.words, vocabulary.encode("to err").ids.tolist()
+    (('be', 'to'), [3, 0, 1])
+    """
+
+    words: tuple[str, ...] = field(repr=False)  # in the order of their ids, from 2 on
+    unit: ClassVar[str] = "word"
+    unknown: ClassVar[int | None] = 0
+    end: ClassVar[int | None] = 1
+
+    @classmethod
+    def of(cls, text: str, min_count: int | None = None, max_size: int | None = None) -> "Words":
+        """The words that occur at least `min_count` times, the most frequent first, up to `size == max_size`.
+
+        Without `min_count` it is 2, so that `<unk>` occurs and the model learns what comes after it; but 1 if the text
+        has the word `<unk>`, since its rare words have then been replaced already.
+        """
+        if max_size is not None and whole_number("Words", "max_size", max_size) < 3:
+            raise ValueError(f"Words needs max_size of 3 or more, for <unk>, <eos> and a word; {max_size} came.")
+        closed = re.search(r"(?<!\S)<unk>(?!\S)", text) is not None
+        least = (1 if closed else 2) if min_count is None else whole_number("Words", "min_count", min_count)
+        counts: Counter[str] = Counter()
+        for words in _words(text, unspaced=not closed):
+            counts.update(words)
+        kept = sorted((w for w, n in counts.items() if n >= least), key=lambda w: (-counts[w], w))
+        kept = [word for word in kept if word not in ("<unk>", "<eos>")]
+        return cls(tuple(kept if max_size is None else kept[: max_size - 2]))
+
+    @cached_property
+    def _table(self) -> tuple[str, ...]:
+        return ("<unk>", "\n", *self.words)
+
+    @cached_property
+    def _id_of(self) -> dict[str, int]:
+        return {"<unk>": 0, "<eos>": 1} | {word: i for i, word in enumerate(self.words, start=2)}
+
+    @cached_property
+    def _unspaced(self) -> bool:
+        """Whether characters of scripts without spaces are words: so it is unless a longer word has one."""
+        return not any(len(word) > 1 and _ALONE.search(word) for word in self.words)
+
+    def encode(self, text: str) -> Tokens:
+        id_of, lists = self._id_of, _words(text, self._unspaced)
+        return self._tokens(text, (np.array([id_of.get(word, 0) for word in words]) for words in lists))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(self.stream(), ids))
+
+    def stream(self) -> Callable[[int], str]:
+        before = "\n"
+
+        def next_text(number: int) -> str:
+            nonlocal before
+            word: str = self._entry(number)
+            tight = "\n" in (before, word) or (self._unspaced and _tight(before, word))
+            before = word
+            return word if tight else " " + word
+
+        return next_text
+
+    def unknown_in(self, text: str) -> list[str]:
+        lists = _words(text, self._unspaced)
+        return [*dict.fromkeys(word for words in lists for word in words if word not in self._id_of)]
+
+
+def _words(text: str, unspaced: bool) -> Iterator[list[str]]:
+    for piece in _pieces(text):
+        lines = (piece if piece.endswith("\n") else piece + "\n").replace("\n", " <eos> ")
+        yield _WORD.findall(lines) if unspaced and not piece.isascii() else lines.split()
+
+
+def _tight(a: str, b: str) -> bool:
+    """Whether no space goes between two words: one is of a script without spaces, the other too or punctuation."""
+    alone = [_ALONE.match(word) is not None for word in (a, b)]
+    return any(alone) and all(lone or not any(map(str.isalnum, word)) for lone, word in zip(alone, (a, b), strict=True))
+
+
+# ------------------------------------------------------------------ bytes, and sequences of them
+
+
+@dataclass(frozen=True)
+class OfBytes(Vocabulary):
+    """Tokens that are bytes of UTF-8, one or more: nothing is unknown, and a character may be several tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self._entry, ids)).decode(errors="replace")
+
+    def stream(self) -> Callable[[int], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda number: decoder.decode(self._entry(number))
+
+    def unknown_in(self, text: str) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
+class Bytes(OfBytes):
+    """The 256 bytes; nothing has to be learnt.
+
+    >>> Bytes().encode("é").ids.tolist()
+    [195, 169]
+    >>> [*map(Bytes().stream(), [195, 169])]
+    ['', 'é']
+    """
+
+    unit: ClassVar[str] = "byte"
+
+    @classmethod
+    def of(cls, text: str) -> "Bytes":
+        return cls()
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        return [bytes([byte]) for byte in range(256)]
+
+    def encode(self, text: str) -> Tokens:
+        return self._tokens(text, [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)])
+
+
+_THOUSAND = re.compile(r"(?s).{1,1000}(?=\s)|.{1,1000}")
+
+
+@dataclass(frozen=True)
+class Subwords(OfBytes):
+    """Byte-pair encoding: sequences of bytes that are frequent in the training text are one token.
+
+    >>> vocabulary = Subwords.of("the thin thing then. " * 9, size=260)
+    >>> len(vocabulary.encode("thing")), vocabulary.decode(vocabulary.encode("日本 thing").ids.tolist())
+    (3, '日本 thing')
+    """
+
+    model: str = field(repr=False)  # as the tokenizers library writes it
+    unit: ClassVar[str] = "subword"
+
+    @classmethod
+    def of(cls, text: str, size: int = 2000) -> "Subwords":
+        if whole_number("Subwords", "size", size) < 256:
+            raise ValueError(f"Subwords needs a size of 256 or more, since every byte is a token; {size} came.")
+        library = _library()
+        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        # No token goes on after a newline, so that a text may be cut there and its parts encoded side by side.
+        lines = library.pre_tokenizers.Split("\n", "merged_with_previous")
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([lines, byte_level])
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=byte_level.alphabet(), show_progress=False
+        )
+        # The time to learn from a word grows with its length squared, and a line of DNA is one word: 1000 letters do.
+        parts = (part[0] for piece in _pieces(text) for part in _THOUSAND.finditer(piece))
+        tokenizer.train_from_iterator(parts, trainer)
+        return cls(tokenizer.to_str())
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return _library().Tokenizer.from_str(self.model)
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        # The library writes a byte as a letter: itself where it can be printed, else one from U+0100 on, in order.
+        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in plain]
+        byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+        id_of: dict[str, int] = json.loads(self.model)["model"]["vocab"]
+        return [bytes(byte_of[letter] for letter in token) for token in sorted(id_of, key=id_of.__getitem__)]
+
+    def encode(self, text: str) -> Tokens:
+        def ids_of(piece: str) -> NDArray[np.int64]:
+            return np.array(tokenizer.encode_batch_fast([piece])[0].ids, dtype=np.int64)
+
+        tokenizer = self._tokenizer
+        with ThreadPoolExecutor() as pool:  # the library lets go of Python's lock
+            return self._tokens(text, pool.map(ids_of, _pieces(text)))
+
+
+def _library() -> ModuleType:
+    # Threads of the library's own would not live through a fork, and it prints a warning then.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError("Subwords needs the tokenizers library: pip install tokenizers") from error
+    return tokenizers

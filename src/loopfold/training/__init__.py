@@ -1,0 +1,1 @@
+"""Training: options, folder, processes, loop."""

@@ -1,0 +1,250 @@
+"""The run folder: all that a run is and has come to, in JSON and safetensors, whole at every moment.
+
+    config.json                 options, seed, versions, the corpus and its checksum
+    vocabulary.json
+    cell.py                     the user's own cell, where the run has one
+    metrics.jsonl               a line for every entry of the learning curve
+    weights-1200.safetensors    the model after 1,200 steps; also the one that was best on the valid text
+    state-1200.safetensors      the optimiser, and the state carried from window to window
+    checkpoint.json             which of these files belong together, and the SHA-256 of each
+
+A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` comes last: until it is
+there, the one before it stands, with all its files. So a run can be killed at any moment and goes on from the last
+checkpoint, and a file that was torn or altered is found and named.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopfold.training.options import Options
+
+FORMAT = 1
+
+
+class RunError(Exception):
+    """A run folder that cannot be used, or not be written; the message says why and what to do."""
+
+
+class RunFolder:
+    """A run on disk. `create` begins one, `open` finds one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # ---------------------------------------------------------------- the beginning
+
+    @staticmethod
+    def create(path: Path, options: Options, corpus: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> "RunFolder":
+        """A new folder with everything but a checkpoint. Nothing that is there already is overwritten."""
+        folder = RunFolder(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            word = "--resume it" if (path / "checkpoint.json").exists() else "remove it"
+            raise RunError(f"{path} is there already: choose another --out, or {word}.")
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        if ":" in options.cell:
+            folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
+        config = {
+            "format": FORMAT,
+            "options": options.as_json(),
+            "corpus": dict(corpus),
+            "versions": {"loopfold": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        }
+        folder._write("vocabulary.json", _json(vocabulary))
+        folder._write("config.json", _json(config))
+        folder._write("metrics.jsonl", b"")
+        return folder
+
+    @staticmethod
+    def open(path: Path) -> "RunFolder":
+        """The run at `path`, every one of its files checked."""
+        if not path.is_dir():
+            raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
+        folder = RunFolder(path)
+        if not (path / "config.json").is_file():
+            raise RunError(f"{path} is no run folder: it has no config.json.")
+        config = folder._read_json("config.json")
+        if config.get("format") != FORMAT:
+            raise RunError(
+                f"{path} has format {config.get('format')!r}, and this version of loopfold ({_version()}) reads format "
+                f"{FORMAT}. Loopfold {config.get('versions', {}).get('loopfold', 'unknown')} wrote it: use that."
+            )
+        if not (path / "checkpoint.json").is_file():
+            raise RunError(f"{path} has no checkpoint: the run ended before its first step. Remove it and start anew.")
+        checkpoint = folder.checkpoint
+        for name, digest in checkpoint["files"].items():
+            size = checkpoint["metrics_bytes"] if name == "metrics.jsonl" else None  # lines may have followed
+            if not (path / name).is_file():
+                raise RunError(f"{path} is not complete: {name} is missing.")
+            if _sha256((path / name).read_bytes()[:size]) != digest:
+                raise RunError(f"{path / name} is damaged or was altered: its SHA-256 is not the one noted.")
+        return folder
+
+    # ---------------------------------------------------------------- what it holds
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._read_json("config.json")
+
+    @property
+    def options(self) -> Options:
+        """The options, with a cell of the user's own taken from the folder."""
+        data = dict(self.config["options"])
+        if ":" in data["cell"]:
+            data["cell"] = f"{self.path / 'cell.py'}:{data['cell'].rpartition(':')[2]}"
+        return Options.from_json(data)
+
+    @property
+    def vocabulary(self) -> dict[str, Any]:
+        return self._read_json("vocabulary.json")
+
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`."""
+        data = self._read_json("checkpoint.json")
+        if data.pop("sha256", None) != _sha256(_json(data)):
+            raise RunError(f"{self.path / 'checkpoint.json'} is damaged or was altered: its SHA-256 is not its own.")
+        return data
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The learning curve up to the last checkpoint."""
+        kept = (self.path / "metrics.jsonl").read_bytes()[: self.checkpoint["metrics_bytes"]]
+        return [json.loads(line) for line in kept.splitlines()]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file."""
+        from safetensors.torch import load_file
+
+        return load_file(self.path / name)
+
+    # ---------------------------------------------------------------- going on
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line to the learning curve. It counts once a checkpoint has followed."""
+        with _writing(self.path), (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+
+    def rewind(self) -> None:
+        """Forget what was logged after the last checkpoint, and files that no checkpoint names."""
+        with _writing(self.path):
+            os.truncate(self.path / "metrics.jsonl", self.checkpoint["metrics_bytes"])
+        self._sweep()
+
+    def save(
+        self, step: int, progress: Mapping[str, Any], weights: dict[str, Tensor], state: dict[str, Tensor], best: bool
+    ) -> None:
+        """Make `step` the checkpoint from which the run goes on; `best`: its weights are the best so far."""
+        from safetensors.torch import save
+
+        before = self.checkpoint if (self.path / "checkpoint.json").exists() else {}
+        weights_name, state_name = f"weights-{step}.safetensors", f"state-{step}.safetensors"
+        best_name = weights_name if best or not before else before["best"]
+        digests = {
+            weights_name: self._write(weights_name, save(weights)),
+            state_name: self._write(state_name, save(state)),
+        }
+        if best_name != weights_name:
+            digests[best_name] = before["files"][best_name]
+        for name in ("config.json", "vocabulary.json", "cell.py"):
+            if (self.path / name).exists():
+                digests[name] = before["files"][name] if before else _sha256((self.path / name).read_bytes())
+        metrics = (self.path / "metrics.jsonl").read_bytes()
+        digests["metrics.jsonl"] = _sha256(metrics)
+        checkpoint = {
+            "step": step,
+            "progress": dict(progress),
+            "weights": weights_name,
+            "best": best_name,
+            "state": state_name,
+            "metrics_bytes": len(metrics),
+            "files": digests,
+        }
+        self._write("checkpoint.json", _json(checkpoint | {"sha256": _sha256(_json(checkpoint))}))
+        self._sweep()
+
+    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
+        """A result beside the run, such as a comparison."""
+        self._write(name, _json(data))
+
+    # ---------------------------------------------------------------- bytes
+
+    def _sweep(self) -> None:
+        """Remove the tensors that no checkpoint names, and what a killed process was writing."""
+        named = self.checkpoint["files"]
+        for pattern in ("weights-*.safetensors", "state-*.safetensors", "*.new"):
+            for path in self.path.glob(pattern):
+                if path.name not in named:
+                    path.unlink(missing_ok=True)
+
+    def _write(self, name: str, data: bytes) -> str:
+        """Put `data` in place as a whole or not at all; its SHA-256."""
+        new = self.path / f"{name}.new"
+        with _writing(self.path):
+            try:
+                with new.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(new, self.path / name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    new.unlink(missing_ok=True)
+                raise
+            _flush(self.path)
+        return _sha256(data)
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / name).read_text())
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise RunError(f"{self.path / name} is damaged: it is not JSON ({error}).") from error
+        except OSError as error:
+            raise RunError(f"{self.path / name} cannot be read: {error.strerror}.") from error
+
+
+def _flush(folder: Path) -> None:
+    """Let the renaming itself reach the disk."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say in one sentence what kept us from writing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise RunError(
+                f"no space is left on the disk of {path}; the last checkpoint stands. Free some, then --resume."
+            ) from error
+        raise RunError(f"{path} cannot be written: {error.strerror}. Choose another place with --out.") from error
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _version() -> str:
+    try:
+        return version("loopfold")
+    except PackageNotFoundError:  # run from its source, not installed
+        return "not installed"

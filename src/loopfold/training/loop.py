@@ -1,0 +1,347 @@
+"""The training loop, to be read from top to bottom: `train` and `resume` prepare, `_loop` trains."""
+
+import math
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.evaluation import perplexity
+from loopfold.language.base import Context, LanguageModel
+from loopfold.processes import Processes, join_processes
+from loopfold.states import leaves, map_state, rebuild
+from loopfold.text.corpus import Corpus, read_corpus
+from loopfold.text.streams import Streams
+from loopfold.text.vocabulary import Tokens, Vocabulary, vocabulary_from_json
+from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.options import OptionError, Options, make_model, make_vocabulary
+from loopfold.training.watching import Plan, Silent, Watcher
+
+LOG_EVERY = 50  # steps
+
+
+class Diverged(Exception):
+    """A loss or a gradient that is no number any more."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop; it was saved first. `signal` is the number of the signal that asked."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.signal = number
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it stands: its model with the weights that did best on the valid text, and what belongs to it."""
+
+    path: Path
+    options: Options
+    vocabulary: Vocabulary
+    model: LanguageModel
+    metrics: list[dict[str, Any]]
+    config: dict[str, Any]
+
+    def corpus(self) -> Corpus:
+        """The text that it was trained on, read again; it must not have changed."""
+        return _read_again(self.options, self.config["corpus"])
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the loop counts, and a checkpoint keeps."""
+
+    step: int = 0
+    nll: float = 0.0  # of the tokens since the last entry of the learning curve
+    tokens: int = 0
+    best: float = math.inf  # nats a token on the valid text
+    misses: int = 0  # evaluations since then
+    seconds: float = 0.0
+
+
+def train(options: Options, out: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0) -> Run:
+    """Train a language model as `options` say, in a new run folder `out`; a checkpoint every `save_every` seconds."""
+    processes = join_processes(options.device)
+    corpus = _read(options, processes)
+    folder = RunFolder(Path(out))
+    if processes.first:
+        vocabulary = make_vocabulary(options, corpus.train)
+        _check_vocabulary(vocabulary)
+        model = make_model(options, vocabulary.size)  # before anything is written: a cell may not fit
+        tokens = len(vocabulary.encode(corpus.train))
+        about = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.train), "tokens": tokens}
+        folder = RunFolder.create(Path(out), options, about, vocabulary.as_json())
+        folder.save(0, asdict(Progress()), _weights(model), {}, best=True)
+    processes.any(False)  # the others wait here until the folder is there
+    return _go_on(folder, corpus, processes, watcher, save_every)
+
+
+def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0) -> Run:
+    """Go on with a run that was stopped or killed, from its last checkpoint, bit for bit as if it never had been."""
+    folder = RunFolder.open(Path(path))
+    options = folder.options
+    processes = join_processes(options.device)
+    corpus = _read_again(options, folder.config["corpus"])
+    if processes.first:
+        folder.rewind()
+    processes.any(False)
+    return _go_on(folder, corpus, processes, watcher, save_every)
+
+
+def open_run(path: str | Path, device: str = "cpu") -> Run:
+    """The run in a folder, ready to be evaluated and to generate."""
+    folder = RunFolder.open(Path(path))
+    options = folder.options
+    vocabulary = vocabulary_from_json(folder.vocabulary)
+    model = make_model(options, vocabulary.size)
+    _load_weights(model, folder, folder.checkpoint["best"])
+    return Run(Path(path), options, vocabulary, model.to(device).eval(), folder.metrics, folder.config)
+
+
+# ------------------------------------------------------------------ the loop
+
+
+def _go_on(folder: RunFolder, corpus: Corpus, processes: Processes, watcher: Watcher, save_every: float) -> Run:
+    options = folder.options
+    vocabulary = vocabulary_from_json(folder.vocabulary)
+    train_tokens, valid_tokens = vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid)
+    model = make_model(options, vocabulary.size)
+    _load_weights(model, folder, folder.checkpoint["weights"])
+    model.to(options.device)
+    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher:
+        _loop(folder, options, model, train_tokens, valid_tokens, processes, watcher, interrupts, save_every)
+    processes.any(False)  # until the first process has written the last checkpoint
+    return open_run(folder.path)
+
+
+def _loop(
+    folder: RunFolder,
+    options: Options,
+    model: LanguageModel,
+    train_tokens: Tokens,
+    valid_tokens: Tokens,
+    processes: Processes,
+    watcher: Watcher,
+    interrupts: "_Interrupts",
+    save_every: float,
+) -> None:
+    streams = Streams(train_tokens.ids, options.streams, options.window)
+    if streams.count % processes.count:
+        raise OptionError(f"{streams.count} streams cannot be shared by {processes.count} processes; change --streams.")
+    mine = streams.part(processes.rank, processes.count)
+    steps = max(1, round(options.epochs * len(streams)))
+    evaluate_every = options.evaluate_every or len(streams)
+    cold = model.initial_context(streams.count)
+
+    optimiser = _optimiser(options, model)
+    progress = Progress(**folder.checkpoint["progress"])
+    context = processes.share(_load_state(folder, model, optimiser, cold))
+    parallel = nn.parallel.DistributedDataParallel(model) if processes.count > 1 else model
+    watcher.begin(Plan(str(folder.path), options, model, steps, len(streams), len(train_tokens), progress.step))
+    begun = saved_at = time.monotonic()
+    already = progress.seconds
+
+    def save(best: bool) -> None:
+        whole = processes.gather(context)
+        if processes.first:
+            folder.save(progress.step, asdict(progress), _weights(model), _state(model, optimiser, whole), best)
+
+    def log(entry: dict[str, Any]) -> None:
+        watcher.entry(entry)
+        if processes.first:
+            folder.log(entry)
+
+    model.train()
+    while progress.step < steps and not _out_of_patience(progress, options):
+        # one window: forwards, backwards, a step downhill
+        epoch, place = divmod(progress.step, len(streams))
+        if place == 0:
+            context = processes.share(cold)
+        window = mine[place]
+        rate = _set_rate(optimiser, options, progress.step, steps)
+        torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
+        tokens, count = window.tokens.to(options.device), streams.tokens_in(place)
+        scored = parallel(tokens, context, window.lengths)
+        loss = scored.nll.sum() * (processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
+        optimiser.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+
+        # what the processes must agree on
+        due = time.monotonic() - saved_at > save_every
+        figures = torch.stack([scored.nll.detach().double().sum(), norm.double()]).cpu()
+        flags = torch.tensor([float(interrupts.number), float(due and processes.first)], dtype=torch.float64)
+        total, norms, stop, due_now = processes.sum(torch.cat([figures, flags])).tolist()
+        if not math.isfinite(total + norms):
+            raise Diverged(
+                f"at step {progress.step + 1} the loss is {total / count:.4g} and the gradient's norm "
+                f"{norms / processes.count:.4g}, so training stopped. The last good checkpoint, of step "
+                f"{folder.checkpoint['step']}, is in {folder.path}. Start anew with a lower --learning-rate or --clip."
+            )
+        optimiser.step()
+        context = map_state(Tensor.detach, scored.context)
+        progress = replace(
+            progress,
+            step=progress.step + 1,
+            nll=progress.nll + total,
+            tokens=progress.tokens + count,
+            seconds=already + time.monotonic() - begun,
+        )
+        watcher.step(progress.step, total / count)
+
+        # the learning curve
+        at_end = progress.step == steps
+        evaluate = len(valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
+        best = not len(valid_tokens)
+        if progress.step % LOG_EVERY == 0 or evaluate or at_end:
+            entry = {
+                "step": progress.step,
+                "epoch": progress.step / len(streams),
+                "train": progress.nll / progress.tokens,
+                "gradient_norm": norms / processes.count,
+                "learning_rate": rate,
+                "seconds": progress.seconds,
+            }
+            progress = replace(progress, nll=0.0, tokens=0)
+            if evaluate:
+                ledger = perplexity(model, valid_tokens, processes=processes)
+                entry["valid"] = ledger.nats_per_token
+                best = ledger.nats_per_token < progress.best
+                misses = 0 if best else progress.misses + 1
+                progress = replace(progress, best=min(progress.best, ledger.nats_per_token), misses=misses)
+            log(entry)
+        if evaluate or at_end or stop or due_now:
+            save(best)
+            saved_at = time.monotonic()
+        if stop and not at_end:
+            number = interrupts.number or int(signal.SIGTERM)
+            raise Stopped(f"stopped at step {progress.step} of {steps}; everything is saved in {folder.path}.", number)
+
+
+def _out_of_patience(progress: Progress, options: Options) -> bool:
+    return options.patience is not None and progress.misses >= options.patience
+
+
+def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
+    """Rise over the warm-up, then stay (constant), or fall to zero in a straight line or along a cosine."""
+    rise = min(1.0, (step + 1) / (options.warmup + 1))
+    done = step / steps
+    fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[options.schedule]
+    rate = options.learning_rate * rise * fall
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _seed(options: Options, step: int, processes: Processes) -> int:
+    return (options.seed << 40) + step * processes.count + processes.rank
+
+
+def _optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimiser == "sgd":
+        return torch.optim.SGD(
+            parameters, options.learning_rate, options.momentum, weight_decay=options.weight_decay, fused=True
+        )
+    return torch.optim.AdamW(parameters, options.learning_rate, weight_decay=options.weight_decay, fused=True)
+
+
+# ------------------------------------------------------------------ the text
+
+
+def _read(options: Options, processes: Processes) -> Corpus:
+    if "-" in options.sources and processes.count > 1:
+        raise OptionError("several processes cannot share standard input: put the text in a file.")
+    return read_corpus(options.sources, options.split, options.valid, options.test)
+
+
+def _read_again(options: Options, about: dict[str, Any]) -> Corpus:
+    corpus = read_corpus(options.sources, options.split, options.valid, options.test)
+    if corpus.sha256 != about["sha256"]:
+        raise RunError(f"the text of {corpus.name} has changed since the run began, so they no longer belong together.")
+    return corpus
+
+
+def _check_vocabulary(vocabulary: Vocabulary) -> None:
+    known = vocabulary.size - (vocabulary.unknown is not None) - (vocabulary.end is not None)
+    if known < 2:
+        raise OptionError(f"the text has only {known} distinct {vocabulary.unit}: there is nothing to predict.")
+
+
+# ------------------------------------------------------------------ to disk and back
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())  # those that are shared come once
+    return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+
+
+def _load_weights(model: nn.Module, folder: RunFolder, name: str) -> None:
+    stored = folder.tensors(name)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    if {k: v.shape for k, v in stored.items()} != {k: v.shape for k, v in own.items()}:
+        raise RunError(f"{folder.path / name} does not fit the model of config.json.")
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(stored[key])
+
+
+def _state(model: nn.Module, optimiser: torch.optim.Optimizer, context: Context) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {
+        f"optimiser/{names[parameter]}/{key}": value.detach().cpu().contiguous()
+        for parameter, entries in optimiser.state.items()
+        for key, value in entries.items()
+        if value is not None
+    }
+    return tensors | {f"context/{i}": leaf.cpu().contiguous() for i, leaf in enumerate(leaves(context))}
+
+
+def _load_state(folder: RunFolder, model: nn.Module, optimiser: torch.optim.Optimizer, cold: Context) -> Context:
+    """Fill the optimiser; the carried state, which is `cold` before the first step."""
+    stored = folder.tensors(folder.checkpoint["state"])
+    if not stored:
+        return cold
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    entries: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in stored.items():
+        kind, _, rest = key.partition("/")
+        if kind == "optimiser":
+            name, _, entry = rest.rpartition("/")
+            entries.setdefault(names.index(name), {})[entry] = tensor
+    optimiser.load_state_dict({"state": entries, "param_groups": optimiser.state_dict()["param_groups"]})
+    parts = (stored[f"context/{i}"].to(leaf.device) for i, leaf in enumerate(leaves(cold)))
+    return rebuild(cold, parts)
+
+
+# ------------------------------------------------------------------ signals
+
+
+class _Interrupts:
+    """While open, SIGINT and SIGTERM are noted, for the loop to stop at a good moment; a second SIGINT is obeyed."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> "_Interrupts":
+        self._before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not the main thread: signals are someone else's
+                return self
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,210 @@
+"""What a run is: every choice that it depends on, as plain data that a run folder stores."""
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loopfold.language.base import LanguageModel
+from loopfold.language.recurrent import recurrent_lm
+from loopfold.language.window import ConvolutionLM, WindowLM
+from loopfold.states import name_of
+from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
+from loopfold.transitions import GRU, LSTM, Elman, LayerNormLSTM
+
+CELLS = {"elman": Elman, "lstm": LSTM, "gru": GRU, "layernorm-lstm": LayerNormLSTM}
+MODELS = ("recurrent", "window", "convolution")
+UNITS = ("characters", "bytes", "words", "subwords")
+OPTIMISERS = ("adamw", "sgd")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class OptionError(ValueError):
+    """An option that cannot be; the message says what can."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every choice of a run. Sizes are numbers of units, rates are per step; None means what its comment says."""
+
+    # the text
+    sources: tuple[str, ...] = ("python-docs",)
+    split: tuple[float, float, float] = (90, 5, 5)  # train, valid, test
+    valid: str | None = None  # files of their own, in place of a split
+    test: str | None = None
+    unit: str = "characters"
+    vocabulary_size: int | None = None  # None: all words, 2000 subwords
+
+    # the model
+    model: str = "recurrent"
+    cell: str = "gru"
+    hidden_size: int = 256
+    layers: int = 1
+    embedding_size: int | None = None  # None: the hidden size
+    one_hot: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+    variational: bool = False
+    span: int = 8  # of the baselines: how many tokens they see
+
+    # the training
+    streams: int = 32
+    window: int = 64
+    epochs: float = 10.0
+    optimiser: str = "adamw"
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.0  # of sgd
+    clip: float = 1.0  # the largest norm of the gradient; 0: not clipped
+    schedule: str = "cosine"
+    warmup: int = 50  # steps in which the rate rises to its full size
+    patience: int | None = None  # evaluations without a better one before it stops; None: it runs to its end
+    evaluate_every: int | None = None  # steps; None: after every epoch
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("unit", UNITS),
+            ("model", MODELS),
+            ("optimiser", OPTIMISERS),
+            ("schedule", SCHEDULES),
+        ):
+            choose(name, getattr(self, name), known)
+        for name in ("hidden_size", "layers", "span", "streams", "window", "vocabulary_size", "embedding_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1; {value} came.")
+        for name in ("patience", "evaluate_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, or left out; {value} came.")
+        if not 0 <= self.dropout < 1:
+            raise OptionError(f"dropout is a probability from 0 up to but not including 1; {self.dropout} came.")
+        for name in ("epochs", "learning_rate"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise OptionError(f"{name} must be above 0; {getattr(self, name)} came.")
+        for name in ("weight_decay", "momentum", "clip", "warmup"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise OptionError(f"{name} must be 0 or more; {getattr(self, name)} came.")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Options":
+        """Options as stored; a name that is not known is an error."""
+        known = {field.name for field in fields(Options)}
+        for name in data:
+            if name not in known:
+                raise OptionError(f"the options hold {name!r}, which this version does not know.")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return Options(**values)
+
+
+# A preset says how large a model is and how long it learns.
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"hidden_size": 256, "epochs": 6.0},
+    "standard": {"hidden_size": 512, "epochs": 20.0, "dropout": 0.3},
+    "word": {"unit": "words", "cell": "lstm", "hidden_size": 256, "dropout": 0.4, "tied": True, "epochs": 12.0},
+}
+
+
+def preset(name: str, **changes: Any) -> Options:
+    """The options of a preset, with changes.
+
+    >>> preset("quick", layers=2).layers
+    2
+    """
+    return replace(Options(**PRESETS[choose("preset", name, tuple(PRESETS))]), **changes)
+
+
+def choose(what: str, name: str, known: tuple[str, ...]) -> str:
+    """`name`, if it is one of those known; else an error that has a neighbour to offer."""
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise OptionError(f"there is no {what} {name!r}; choose from {', '.join(known)}.{hint}")
+    return name
+
+
+# ------------------------------------------------------------------ from options to objects
+
+
+def make_vocabulary(options: Options, text: str) -> Vocabulary:
+    """The vocabulary of the training text."""
+    size = options.vocabulary_size
+    if options.unit == "words":
+        return Words.of(text, max_size=size)
+    if options.unit == "subwords":
+        return Subwords.of(text, size or 2000)
+    if size is not None:
+        raise OptionError(f"a vocabulary of {options.unit} has the size that it has: leave its size out.")
+    return Bytes() if options.unit == "bytes" else Characters.of(text)
+
+
+def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
+    """A model that starts from the seed alone."""
+    n = options.hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        if options.model == "window":
+            return WindowLM(vocabulary_size, options.span, options.embedding_size or n, n)
+        if options.model == "convolution":
+            layers = max(1, (options.span - 1).bit_length())
+            return ConvolutionLM(vocabulary_size, 2, layers, n)
+        embedding_size = None if options.one_hot else options.embedding_size or n
+        first = vocabulary_size if embedding_size is None else embedding_size
+        cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]
+        return recurrent_lm(
+            vocabulary_size,
+            cells,
+            embedding_size,
+            options.dropout,
+            variational=options.variational,
+            tied=options.tied,
+        )
+
+
+def make_cell(name: str, input_size: int, hidden_size: int) -> nn.Module:
+    """A cell by its name, or of the user's own: `path/to/file.py:Class`, made as `Class(input_size, hidden_size)`."""
+    if ":" not in name:
+        if name.endswith(".py"):
+            raise OptionError(f"{name} may hold several classes; say which one is the cell: {name}:MyCell.")
+        return CELLS[choose("cell", name, tuple(CELLS))](input_size, hidden_size)
+    path, _, wanted = name.rpartition(":")
+    kind = _load_class(Path(path), wanted)
+    try:
+        cell = kind(input_size, hidden_size)
+    except Exception as error:
+        raise OptionError(
+            f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), "
+            f"its input size and hidden size: {error}"
+        ) from error
+    if not isinstance(cell, nn.Module):
+        raise OptionError(f"{wanted} of {path} is no torch.nn.Module with forward(state, x): a {name_of(cell)} came.")
+    return cell
+
+
+def _load_class(path: Path, name: str) -> Any:
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}; a cell of your own is given as path/to/file.py:Class.")
+    spec = importlib.util.spec_from_file_location(f"cell_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path} is no Python file; a cell of your own is given as path/to/file.py:Class.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise OptionError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    if not isinstance(vars(module).get(name), type):
+        raise OptionError(f"{path} has no class {name!r}; it has {', '.join(found) or 'no torch.nn.Module at all'}.")
+    return vars(module)[name]
