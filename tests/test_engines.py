@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.states import leaves
+from loopfold.stepgraph.hoist import Loop
 
 ENGINES = (lf.Looped(), lf.FusedCPU())
 DTYPES = [torch.float64, torch.float32]
@@ -534,3 +535,208 @@ def test_explain_says_which_engine_and_why() -> None:
     refused = lf.Recurrent(Refused(_branch)).explain(torch.randn(9, 2, 4), state=torch.ones(2, 4))
     assert "Sequential" in refused
     assert "torch.where" in refused
+
+
+# ------------------------------------------------------------------ tokens: what x decides alone, once for every kind
+
+
+class LookUp(lf.Transition):
+    """A step that reads tokens; the ones below do so in ways of their own. The table has `kinds` rows."""
+
+    def __init__(self, kinds: int, n: int) -> None:
+        super().__init__()
+        self.E = nn.Embedding(kinds, n)
+        self.W = nn.Parameter(torch.randn(n, n) / n**0.5)
+        self.b = nn.Parameter(torch.randn(n))
+
+    def initial_state(self, batch: int) -> Any:
+        return self.W.new_zeros(batch, len(self.b))
+
+    def forward(self, h: Any, x: Tensor) -> Any:
+        return torch.tanh(h @ self.W + self.E(x))
+
+
+class TableTwice(LookUp):
+    """The table is read by token, and is a matrix of the step too."""
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ self.W + self.E(x) + torch.sigmoid(h @ self.E.weight.T) @ self.E.weight)
+
+
+class TwoTables(LookUp):
+    """Two tables, of unequal size; the smaller one says how many kinds there are."""
+
+    def __init__(self, kinds: int, n: int) -> None:
+        super().__init__(kinds, n)
+        self.gate = nn.Embedding(kinds + 3, n)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x)) * torch.tanh(h @ self.W + self.E(x)) + self.b * h.tanh()
+
+
+class GivesItsInput(LookUp):
+    """A part of the state that no step reads, so that it is computed after the loop, from x."""
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return self.W.new_zeros(batch, len(self.b)), self.W.new_zeros(batch, len(self.b))
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(state[0] @ self.W + self.E(x))
+        return h, h * self.E(x) + self.b
+
+
+class InputAlone(LookUp):
+    """No step reads the one before: all is computed outside the loop."""
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.E(x) @ self.W + self.b)
+
+
+class AlsoANumber(LookUp):
+    """The token is looked up and counted with too, so that a table of kinds would not do."""
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ self.W + self.E(x) * (x % 3)[:, None])
+
+
+def frozen(kinds: int, n: int) -> lf.Embedded:
+    return lf.Embedded(lf.GRU(3, n), nn.Embedding.from_pretrained(torch.randn(kinds, 3)))
+
+
+def padded(kinds: int, n: int) -> lf.Embedded:
+    return lf.Embedded(lf.LSTM(3, n), nn.Embedding(kinds, 3, padding_idx=1))
+
+
+TOKEN_STEPS: dict[str, Callable[[int, int], nn.Module]] = {
+    "Elman": lambda kinds, n: lf.Embedded(lf.Elman(3, n), nn.Embedding(kinds, 3)),
+    "LSTM": lambda kinds, n: lf.Embedded(lf.LSTM(3, n), nn.Embedding(kinds, 3)),
+    **{step.__name__: step for step in (frozen, padded)},
+    **{step.__name__: step for step in (LookUp, TableTwice, TwoTables, GivesItsInput, InputAlone, AlsoANumber)},
+}
+
+
+def of_tokens(cell: nn.Module, x: Tensor, engine: lf.Engine, lengths: list[int] | None) -> dict[str, Tensor]:
+    """As `everything`, for an x that has no gradient."""
+    cell.zero_grad()
+    run = lf.unfold(cell, x, lengths=lengths, engine=engine)
+    found = {f"states {i}": leaf for i, leaf in enumerate(leaves(run.states))}
+    found |= {f"last {i}": leaf for i, leaf in enumerate(leaves(run.last))} | {"hidden": run.hidden}
+    weights = torch.Generator().manual_seed(5)
+    torch.stack([(v * torch.randn(v.shape, generator=weights)).sum() for v in found.values()]).sum().backward()
+    found |= {f"∇{name}": p.grad for name, p in cell.named_parameters() if p.grad is not None}
+    return {k: v.detach() for k, v in found.items()}
+
+
+def assert_tokens_agree(cell: nn.Module, x: Tensor, lengths: list[int] | None = None) -> None:
+    truth = of_tokens(cell, x, lf.Sequential(), lengths)
+    for engine in (*ENGINES, lf.Auto()):
+        found = errors(of_tokens(cell, x, engine, lengths), truth)
+        assert {k: error for k, error in found.items() if not error <= EXACT} == {}, engine
+
+
+@pytest.mark.parametrize("name", TOKEN_STEPS)
+def test_tokens_agree(name: str) -> None:
+    """Each kind of token is computed on once, then looked up: with fewer kinds than tokens, and with more."""
+    cells = {kinds: TOKEN_STEPS[name](kinds, 4).double() for kinds in (5, 50)}
+    for kinds, tau, batch in ((5, 9, 1), (5, 7, 3), (5, 1, 6), (5, 2, 2), (50, 7, 3), (50, 1, 1)):
+        cell, x = cells[kinds], torch.randint(kinds, (tau, batch))
+        for lengths in (None, [1 + (5 * i) % tau for i in range(batch)]):
+            assert_tokens_agree(cell, x, lengths)
+
+
+def test_each_kind_of_token_is_computed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    run = Loop.run
+
+    def noted(self: Loop, roots: list[Any], values: dict[Any, Any], many: int) -> None:
+        rows.append(many)
+        run(self, roots, values, many)
+
+    monkeypatch.setattr(Loop, "run", noted)
+    lf.unfold(TOKEN_STEPS["LSTM"](9, 4), torch.tensor([[3, 1], [4, 1], [5, 3]]))
+    assert rows == [4]  # 1, 3, 4 and 5, not the six places
+
+
+def test_a_run_leaves_no_cycle_that_holds_tensors() -> None:
+    """Or memory would be freed only when Python next looks for cycles, some windows later."""
+    cell = TOKEN_STEPS["LSTM"](9, 4)
+    for _ in range(2):
+        gc.collect()
+        gc.disable()
+        try:
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            lf.unfold(cell, torch.zeros(7, 3, dtype=torch.long)).hidden.sum().backward()
+            gc.collect()
+            kept = [thing for thing in gc.garbage if isinstance(thing, Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert kept == []  # of the second run: the first one compiles
+
+
+@pytest.mark.parametrize("name", ["LSTM", "frozen"])
+def test_the_gradient_of_an_embedding(name: str) -> None:
+    """It has a row for each token that was read, summed over its places, and zeros elsewhere; none if it is frozen."""
+    cell = TOKEN_STEPS[name](8, 4).double()
+    x = torch.tensor([[1, 6], [6, 6], [2, 1]] * 5)
+    for engine in (*ENGINES, lf.Auto()):
+        found = of_tokens(cell, x, engine, None)
+        if name == "frozen":
+            assert "∇embedding.weight" not in found
+        else:
+            assert found["∇embedding.weight"].ne(0).any(-1).nonzero().flatten().tolist() == [1, 2, 6]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_tokens_may_be_small_whole_numbers_and_go_without_gradients(engine: lf.Engine) -> None:
+    cell, x = TOKEN_STEPS["LSTM"](5, 4).double(), torch.randint(5, (9, 2))
+    needed = lf.unfold(cell, x, engine=lf.Sequential()).hidden
+    with torch.no_grad():
+        for tokens in (x, x.int()):
+            torch.testing.assert_close(lf.unfold(cell, tokens, engine=engine).hidden, needed)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, lf.Auto(), lf.Sequential()], ids=str)
+@pytest.mark.parametrize("steps", [2, 20])
+@pytest.mark.parametrize("token", [-1, 5, 1000])
+def test_a_token_that_has_no_row_is_refused(engine: lf.Engine, steps: int, token: int) -> None:
+    cell, x = TOKEN_STEPS["Elman"](5, 4), torch.zeros(steps, 2, dtype=torch.long)
+    x[-1, 1] = token
+    with pytest.raises((IndexError, ValueError), match="out of (range|bounds)"):
+        lf.unfold(cell, x, engine=engine)
+    x[-1, 1] = 0
+    lf.unfold(cell, x, engine=engine)
+
+
+READINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda e: e.sum(1),
+    "side by side": lambda e: e.flatten(1)[:, 2:6],
+    "one of them": lambda e: e[:, 1],
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_several_tokens_a_step(reading: str) -> None:
+    """x is [τ, batch, 3]: a step looks up three of them, so kinds of tokens are not kinds of x."""
+
+    class Several(LookUp):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return torch.tanh(h @ self.W + READINGS[reading](self.E(x)))
+
+    for kinds in (5, 50):
+        assert_tokens_agree(Several(kinds, 4).double(), torch.randint(kinds, (7, 3, 3)))
+
+
+def test_a_row_that_no_token_names_does_no_harm() -> None:
+    """Row 0 is zeros, where e / |e| is not a number; but no token is 0."""
+
+    class Direction(LookUp):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            e = self.E(x)
+            return torch.tanh(h @ self.W + (e / e.norm(dim=-1, keepdim=True)) @ self.W)
+
+    cell = Direction(5, 4).double()
+    nn.init.zeros_(cell.E.weight[0].detach())
+    assert_tokens_agree(cell, torch.randint(1, 5, (7, 3)))
+    assert_tokens_agree(cell, torch.randint(1, 5, (7, 3)), [7, 1, 2])

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -42,7 +42,7 @@ def _errors() -> Iterator[None]:
         code = _exit_code(error)
         if code is None:
             raise
-        typer.echo(f"loopfold: {error}", err=True)
+        typer.echo(f"loopfold: {' '.join(str(error).splitlines())}", err=True)
         sys.stdout.flush()
         os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
 
@@ -83,8 +83,8 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="quick (a minute), standard (10 minutes) or words; other flags change it.")
-    ] = "quick",
+        str | None, typer.Option(help="quick (a minute, the default), standard (ten) or words; other flags change it.")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Shares of train/valid/test, such as 90/5/5.")] = None,
     valid: Annotated[str | None, typer.Option(help="A valid text of its own; then TEXT is all for training.")] = None,
     test: Annotated[str | None, typer.Option(help="A test text of its own.")] = None,
@@ -138,12 +138,12 @@ def train(
         watchers.append(watching.TensorBoard())
     watcher = watching.Several(watchers)
     if resume is not None:
-        if changes or out is not None:
-            other = ", ".join(f"--{name.replace('_', '-')}" for name in (*changes, *(["out"] if out else [])))
+        if given := [name for name in flags if name in {*names, "out", "preset"} or (name == "text" and text)]:
+            other = ", ".join(name.upper() if name == "text" else f"--{name.replace('_', '-')}" for name in given)
             raise options.OptionError(f"--resume goes on with the options that the run has; leave out {other}.")
         run = loop.resume(resume, watcher=watcher, save_every=save_every)
     else:
-        chosen = options.preset(preset, **changes)
+        chosen = options.preset(preset or "quick", **changes)
         run = loop.train(chosen, out or _free_folder(chosen), watcher=watcher, save_every=save_every)
     if not rank:
         typer.echo(f"The run is in {run.path}. Next: loopfold compare {run.path}; loopfold generate {run.path}")
@@ -184,8 +184,8 @@ def evaluate(
     cold: Annotated[
         bool, typer.Option("--cold", help="Begin with an empty state every --window tokens, in place of carrying it.")
     ] = False,
-    window: Annotated[int, typer.Option(help="Steps at a time; changes the value only with --cold.")] = 128,
-    streams: Annotated[int, typer.Option(help="Parts read side by side; never changes the value.")] = 32,
+    window: Annotated[int, typer.Option(min=1, help="Steps at a time; changes the value only with --cold.")] = 128,
+    streams: Annotated[int, typer.Option(min=1, help="Parts read side by side; never changes the value.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
@@ -299,10 +299,15 @@ def generate(
     from loopfold.training.options import OptionError
 
     found = open_run(run, device)
-    typer.echo(prompt, nl=False)
+    before = [prompt]  # comes with the first piece, when nothing can be wrong with it any more
+
+    def show(piece: str) -> None:
+        typer.echo("".join([*before, piece]), nl=False)
+        before.clear()
+
     try:
         pick = _pick(temperature, top_k, top_p, greedy, beam, seed, device)
-        write(found.model, found.vocabulary, prompt, length, pick, show=_show)
+        write(found.model, found.vocabulary, prompt, length, pick, show)
     except ValueError as error:
         raise OptionError(str(error)) from error
     typer.echo()
@@ -332,9 +337,6 @@ def _pick(
         return Greedy()
     generator = torch.Generator(device).manual_seed(seed)
     return Sample(generator, temperature, top_k, top_p)
-
-
-_show: Callable[[str], None] = lambda piece: typer.echo(piece, nl=False)  # noqa: E731
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from loopfold.training.loop import Run, open_run, resume, train
 from loopfold.training.options import OptionError
 from loopfold.training.watching import Silent, Watcher
 
-SPANS = {"window": 12, "convolution": 32}  # how many tokens the neural baselines see
+BASELINES: dict[str, dict[str, Any]] = {"window": {"span": 12}, "convolution": {"span": 16, "hidden_size": 128}}
 MOST = 12  # the order at which the search for the best n-gram ends
 
 
@@ -31,7 +31,8 @@ class Row:
     ledger: Ledger
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"table": str(self.table), "ledger": self.ledger.as_json()}
+        table = None if self.table is None else str(self.table)  # too long a number for most readers of JSON
+        return asdict(self) | {"table": table, "ledger": self.ledger.as_json()}
 
 
 def compare(
@@ -55,7 +56,7 @@ def compare(
     tokens = held_out(first, corpus, part)
     rows = ngrams(first, corpus, tokens)
     if neural:
-        rows += [_row(_baseline(first, kind, watcher(kind)), kind, tokens) for kind in SPANS]
+        rows += [_row(_baseline(first, kind, watcher(kind)), kind, tokens) for kind in BASELINES]
     for run in runs:
         rows.append(_row(run, name_of_run(run), held_out(run, corpus, part)))
     return rows
@@ -104,7 +105,7 @@ def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
     """A window or a convolution, trained as the run was; found where it was trained before."""
     path: Path = run.path / "baselines" / kind
     if not (path / "checkpoint.json").exists():
-        options = replace(run.options, model=kind, cell="gru", span=SPANS[kind], one_hot=False, tied=False)
+        options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
         return train(options, path, watcher=watcher)
     found = open_run(path)
     finished = found.metrics and found.metrics[-1]["epoch"] >= found.options.epochs

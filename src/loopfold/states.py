@@ -7,7 +7,7 @@ import inspect
 import itertools
 import typing
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,15 +34,14 @@ def leaves(state: State) -> list[Tensor]:
 
 def rebuild(like: State, new: Iterable[Tensor]) -> State:
     """A state with the structure of `like` and the tensors of `new`."""
-    flow = iter(new)
+    return _rebuild(like, iter(new))
 
-    def build(part: State) -> State:
-        if isinstance(part, Tensor):
-            return next(flow)
-        parts = [build(p) for p in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
 
-    return build(like)
+def _rebuild(part: State, flow: Iterator[Tensor]) -> State:
+    if isinstance(part, Tensor):
+        return next(flow)
+    parts = [_rebuild(p, flow) for p in part]
+    return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
 
 
 def map_state(function: Callable[..., Tensor], state: State, *others: State) -> State:

@@ -83,7 +83,7 @@ class Embedded(Transition):
     """A transition that reads tokens: `f(state, E[x])`, where x is a whole number and `E` a table with a row for each.
 
     `embedding` is an `nn.Embedding`; `nn.Embedding.from_pretrained(torch.eye(k))` makes the rows one-hot vectors. What
-    a step computes from x alone is computed once for every row of the table, where a sequence has more steps than that.
+    a step computes from x alone, compiled engines compute once for every token that occurs, not at every step.
 
     >>> from loopfold import unfold
     >>> unfold(Embedded(LSTM(3, 5), nn.Embedding(10, 3)), torch.randint(10, (7, 2))).hidden.shape

@@ -173,17 +173,19 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     assert isinstance(recurrence.f, nn.Module)
     values: dict[Node, Any] = {node: _tensor(recurrence.f, name) for name, node in graph.parameters.items()}
     outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
-    kinds = None if outside else _kinds(graph, rows)  # of tokens: fewer than steps, so each is computed on once
-    many = rows if kinds is None else kinds
+    many, which = rows, None
     if graph.x is not None:
         assert recurrence.x is not None
         x = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
-        values[graph.x] = x if kinds is None else torch.arange(kinds, device=x.device)
+        if x.dim() == 1 and not x.is_floating_point() and not outside:  # tokens: each kind is computed on once
+            x, which = x.unique(return_inverse=True)
+            many = len(x)
+        values[graph.x] = x
     loop.run([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values, many)
     constants = [recipe.make(values) for recipe in loop.constants]
     inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
-    if kinds is not None:
-        inputs = [F.embedding(x, table) for table in inputs]
+    if which is not None:
+        inputs = [F.embedding(which, table) for table in inputs]
     inputs = [sequence.reshape(tau, batch, -1) for sequence in inputs]
     state = [start[i] for i in loop.carried]
 
@@ -214,16 +216,6 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         else:
             results.append(emitted[leaf])
     return rebuild(graph.structure, results)
-
-
-def _kinds(graph: StepGraph, rows: int) -> int | None:
-    """How many kinds of x there are, where x is a token that is only looked up in tables, and fewer kinds than rows."""
-    readers = [node for node in graph.operations if graph.x in node.inputs()]
-    tables = [node.args[0] for node in readers if node.target is torch.ops.aten.embedding.default]
-    if graph.x is None or not readers or len(tables) < len(readers):
-        return None
-    kinds = min(table.shape[0] for table in tables)
-    return kinds if kinds < rows else None
 
 
 def _alive(sequence: Tensor, lengths: Tensor) -> Tensor:
@@ -292,7 +284,7 @@ def _collect(
 ) -> list[Tensor | None]:
     """The gradients in the order of the loop's arguments; every sum over time of outer products is one product here."""
     loop, stored = program.loop, dict(zip(reverse.stored(), found.stored, strict=True))
-    constants, state, emitted = saved.constants, saved.state, saved.emitted
+    constants, emitted = saved.constants, saved.emitted
     by_constant: list[Tensor | None] = [None] * len(constants)
 
     def add(i: int, g: Tensor) -> None:
@@ -300,20 +292,10 @@ def _collect(
         by_constant[i] = g if old is None else old + g
 
     sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, saved.kept, strict=True))
-
-    def rows(v: Value) -> list[Tensor]:
-        """The rows of all steps, in one piece or two."""
-        if v.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
-            k = loop.carried.index(v.index)
-            return [state[k], emitted[k][:-1].flatten(0, 1)]
-        if v not in sequences and v.op == "slice":
-            return [part[:, v.index : v.index + v.width] for part in rows(v.args[0])]
-        return [sequences[v].flatten(0, 1)]
-
     for product in reverse.products:
         if not needs[product.matrix]:
             continue
-        left, right = rows(product.left), stored[product.right]
+        left, right = _rows(product.left, loop, saved, sequences), stored[product.right]
         rights = [right.flatten(0, 1)] if len(left) == 1 else [right[0], right[1:].flatten(0, 1)]
         parts = list(zip(left, rights, strict=True))
         if constants[product.matrix].stride(0) == 1:  # W.T of the user's W: the gradient in the layout of W
@@ -324,6 +306,16 @@ def _collect(
         add(i, g.sum_to_size(constants[i].shape))
     by_input = [None if g is None else stored[g] for g in reverse.inputs]
     return [*by_constant, *by_input, *found.state]
+
+
+def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) -> list[Tensor]:
+    """The rows `[τ·batch, k]` of all steps, in one piece or two."""
+    if v.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
+        k = loop.carried.index(v.index)
+        return [saved.state[k], saved.emitted[k][:-1].flatten(0, 1)]
+    if v not in sequences and v.op == "slice":
+        return [part[:, v.index : v.index + v.width] for part in _rows(v.args[0], loop, saved, sequences)]
+    return [sequences[v].flatten(0, 1)]
 
 
 def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

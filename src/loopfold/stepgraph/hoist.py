@@ -80,17 +80,19 @@ def needed_for(roots: list[Node], given: dict[Node, Any] | set[Node]) -> list[No
 
 
 def _apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
-    def real(a: Any) -> Any:
-        if isinstance(a, Node):
-            return values[a]
-        if isinstance(a, tuple):
-            return [real(v) for v in a]
-        return rows if a is BATCH else a
-
     if node.op == "getitem":
         return values[node.args[0]][node.args[1]]
     assert node.target is not None
-    return node.target(*map(real, node.args), **{k: real(v) for k, v in node.kwargs.items()})
+    kwargs = {k: _real(v, values, rows) for k, v in node.kwargs.items()}
+    return node.target(*[_real(a, values, rows) for a in node.args], **kwargs)
+
+
+def _real(a: Any, values: dict[Node, Any], rows: int) -> Any:
+    if isinstance(a, Node):
+        return values[a]
+    if isinstance(a, tuple):
+        return [_real(v, values, rows) for v in a]
+    return rows if a is BATCH else a
 
 
 class _Hoist:

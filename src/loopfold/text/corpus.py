@@ -87,14 +87,17 @@ def _check_names(sources: Sequence[str]) -> None:
 
 
 def python_docs() -> str:
-    """What `help("topics")` offers: half a megabyte of English that comes with every CPython, a little new in each.
+    """What `help("topics")` offers: some 370,000 characters of English that come with every CPython, a little new in each.
+
+    Topics repeat each other's paragraphs. Each is kept once, so that no test text was in the training text already.
 
     >>> "assert statement" in python_docs()
     True
     """
     from pydoc_data.topics import topics
 
-    return "\n".join(topics[key] for key in sorted(topics))
+    paragraphs = (part for key in sorted(topics) for part in topics[key].split("\n\n") if part.strip())
+    return "\n\n".join({" ".join(part.split()): part for part in paragraphs}.values()) + "\n"
 
 
 def _split(text: str, shares: Sequence[float]) -> tuple[str, str, str]:

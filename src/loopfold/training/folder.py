@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,25 +46,37 @@ class RunFolder:
     # ---------------------------------------------------------------- the beginning
 
     @staticmethod
-    def create(path: Path, options: Options, corpus: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> "RunFolder":
-        """A new folder with everything but a checkpoint. Nothing that is there already is overwritten."""
+    def create(
+        path: Path,
+        options: Options,
+        corpus: Mapping[str, Any],
+        vocabulary: Mapping[str, Any],
+        progress: Mapping[str, Any],
+        weights: dict[str, Tensor],
+    ) -> "RunFolder":
+        """A new folder with a checkpoint of step 0, or none. Nothing that is there already is overwritten."""
         folder = RunFolder(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             word = "--resume it" if (path / "checkpoint.json").exists() else "remove it"
             raise RunError(f"{path} is there already: choose another --out, or {word}.")
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        if ":" in options.cell:
-            folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
         config = {
             "format": FORMAT,
             "options": options.as_json(),
             "corpus": dict(corpus),
             "versions": {"loopfold": _version(), "torch": torch.__version__, "python": platform.python_version()},
         }
-        folder._write("vocabulary.json", _json(vocabulary))
-        folder._write("config.json", _json(config))
-        folder._write("metrics.jsonl", b"")
+        try:
+            if ":" in options.cell:
+                folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
+            folder._write("vocabulary.json", _json(vocabulary))
+            folder._write("config.json", _json(config))
+            folder._write("metrics.jsonl", b"")
+            folder.save(0, progress, weights, {}, best=True)
+        except RunError:
+            shutil.rmtree(path, ignore_errors=True)  # it was empty, or not there
+            raise
         return folder
 
     @staticmethod
@@ -87,7 +100,7 @@ class RunFolder:
             size = checkpoint["metrics_bytes"] if name == "metrics.jsonl" else None  # lines may have followed
             if not (path / name).is_file():
                 raise RunError(f"{path} is not complete: {name} is missing.")
-            if _sha256((path / name).read_bytes()[:size]) != digest:
+            if _sha256(folder._read(name)[:size]) != digest:
                 raise RunError(f"{path / name} is damaged or was altered: its SHA-256 is not the one noted.")
         return folder
 
@@ -135,6 +148,8 @@ class RunFolder:
         """Add a line to the learning curve. It counts once a checkpoint has followed."""
         with _writing(self.path), (self.path / "metrics.jsonl").open("ab") as file:
             file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint that counts it must not reach the disk first
 
     def rewind(self) -> None:
         """Forget what was logged after the last checkpoint, and files that no checkpoint names."""
@@ -186,7 +201,8 @@ class RunFolder:
         for pattern in ("weights-*.safetensors", "state-*.safetensors", "*.new"):
             for path in self.path.glob(pattern):
                 if path.name not in named:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # it is in nobody's way
+                        path.unlink(missing_ok=True)
 
     def _write(self, name: str, data: bytes) -> str:
         """Put `data` in place as a whole or not at all; its SHA-256."""
@@ -205,13 +221,17 @@ class RunFolder:
             _flush(self.path)
         return _sha256(data)
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    def _read(self, name: str) -> bytes:
         try:
-            return json.loads((self.path / name).read_text())
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise RunError(f"{self.path / name} is damaged: it is not JSON ({error}).") from error
+            return (self.path / name).read_bytes()
         except OSError as error:
             raise RunError(f"{self.path / name} cannot be read: {error.strerror}.") from error
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads(self._read(name))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise RunError(f"{self.path / name} is damaged: it is not JSON ({error}).") from error
 
 
 def _flush(folder: Path) -> None:
@@ -230,7 +250,7 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise RunError(
-                f"no space is left on the disk of {path}; the last checkpoint stands. Free some, then --resume."
+                f"no space is left on the disk of {path}. Free some, then --resume if there is a checkpoint."
             ) from error
         raise RunError(f"{path} cannot be written: {error.strerror}. Choose another place with --out.") from error
 

@@ -3,16 +3,19 @@
 import math
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from loopfold.evaluation import perplexity
 from loopfold.language.base import Context, LanguageModel
-from loopfold.processes import Processes, join_processes
+from loopfold.processes import Processes, ProcessLost, join_processes
 from loopfold.states import leaves, map_state, rebuild
 from loopfold.text.corpus import Corpus, read_corpus
 from loopfold.text.streams import Streams
@@ -66,18 +69,22 @@ class Progress:
 
 def train(options: Options, out: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0) -> Run:
     """Train a language model as `options` say, in a new run folder `out`; a checkpoint every `save_every` seconds."""
+    _check_device(options.device)
     processes = join_processes(options.device)
+    _check_shares(options.streams, processes)
     corpus = _read(options, processes)
     folder = RunFolder(Path(out))
     if processes.first:
         vocabulary = make_vocabulary(options, corpus.train)
         _check_vocabulary(vocabulary)
-        model = make_model(options, vocabulary.size)  # before anything is written: a cell may not fit
+        model = make_model(options, vocabulary.size)
+        _try(model, options)  # before anything is written: a cell may not fit
         tokens = len(vocabulary.encode(corpus.train))
         about = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.train), "tokens": tokens}
-        folder = RunFolder.create(Path(out), options, about, vocabulary.as_json())
-        folder.save(0, asdict(Progress()), _weights(model), {}, best=True)
-    processes.any(False)  # the others wait here until the folder is there
+        start = asdict(Progress()), _weights(model)
+        folder = RunFolder.create(Path(out), options, about, vocabulary.as_json(), *start)
+    with _together(folder):
+        processes.any(False)  # the others wait here until the folder is there
     return _go_on(folder, corpus, processes, watcher, save_every)
 
 
@@ -85,16 +92,19 @@ def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float =
     """Go on with a run that was stopped or killed, from its last checkpoint, bit for bit as if it never had been."""
     folder = RunFolder.open(Path(path))
     options = folder.options
+    _check_device(options.device)
     processes = join_processes(options.device)
     corpus = _read_again(options, folder.config["corpus"])
     if processes.first:
         folder.rewind()
-    processes.any(False)
+    with _together(folder):
+        processes.any(False)
     return _go_on(folder, corpus, processes, watcher, save_every)
 
 
 def open_run(path: str | Path, device: str = "cpu") -> Run:
     """The run in a folder, ready to be evaluated and to generate."""
+    _check_device(device)
     folder = RunFolder.open(Path(path))
     options = folder.options
     vocabulary = vocabulary_from_json(folder.vocabulary)
@@ -113,9 +123,9 @@ def _go_on(folder: RunFolder, corpus: Corpus, processes: Processes, watcher: Wat
     model = make_model(options, vocabulary.size)
     _load_weights(model, folder, folder.checkpoint["weights"])
     model.to(options.device)
-    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher:
+    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(folder):
         _loop(folder, options, model, train_tokens, valid_tokens, processes, watcher, interrupts, save_every)
-    processes.any(False)  # until the first process has written the last checkpoint
+        processes.any(False)  # until the first process has written the last checkpoint
     return open_run(folder.path)
 
 
@@ -131,8 +141,7 @@ def _loop(
     save_every: float,
 ) -> None:
     streams = Streams(train_tokens.ids, options.streams, options.window)
-    if streams.count % processes.count:
-        raise OptionError(f"{streams.count} streams cannot be shared by {processes.count} processes; change --streams.")
+    _check_shares(streams.count, processes)
     mine = streams.part(processes.rank, processes.count)
     steps = max(1, round(options.epochs * len(streams)))
     evaluate_every = options.evaluate_every or len(streams)
@@ -197,7 +206,7 @@ def _loop(
         # the learning curve
         at_end = progress.step == steps
         evaluate = len(valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
-        best = not len(valid_tokens)
+        best = math.isinf(progress.best)  # until there is an evaluation, the newest
         if progress.step % LOG_EVERY == 0 or evaluate or at_end:
             entry = {
                 "step": progress.step,
@@ -239,7 +248,7 @@ def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, ste
 
 
 def _seed(options: Options, step: int, processes: Processes) -> int:
-    return (options.seed << 40) + step * processes.count + processes.rank
+    return ((options.seed << 40) + step * processes.count + processes.rank) % (1 << 63)
 
 
 def _optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -249,6 +258,47 @@ def _optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
             parameters, options.learning_rate, options.momentum, weight_decay=options.weight_decay, fused=True
         )
     return torch.optim.AdamW(parameters, options.learning_rate, weight_decay=options.weight_decay, fused=True)
+
+
+# ------------------------------------------------------------------ what must hold, and what to say if not
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise OptionError(f"device {device!r} cannot be used: {reason}. Type --device cpu.") from error
+
+
+def _check_shares(streams: int, processes: Processes) -> None:
+    if streams % processes.count:
+        raise OptionError(f"{streams} streams cannot be shared by {processes.count} processes; change --streams.")
+
+
+def _try(model: LanguageModel, options: Options) -> None:
+    """One step. It can fail where the cell is the user's own; elsewhere it is a fault of ours."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(torch.zeros(1, 1, dtype=torch.int64), model.initial_context(1))
+    except Exception as error:
+        if ":" not in options.cell:
+            raise
+        raise OptionError(f"the first step of {options.cell} failed: {error}") from error
+
+
+@contextmanager
+def _together(folder: RunFolder) -> Iterator[None]:
+    """Say in one sentence that another process is gone, wherever the exchange with it has failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, ProcessLost | dist.DistError) and "gloo" not in str(error):  # gloo has no error class
+            raise
+        raise ProcessLost(
+            f"another process of the run has ended or cannot be reached, so this one ends too. "
+            f"If {folder.path} has a checkpoint, --resume goes on from it."
+        ) from error
 
 
 # ------------------------------------------------------------------ the text

@@ -1,0 +1,130 @@
+"""Training a character model: tokens a second and memory, beside the same model written plainly with torch.nn.
+
+    python benchmarks/training.py
+
+One layer of 256 units, an embedding of as many, 32 streams, windows of 64, AdamW, gradients clipped. The plain model is
+`nn.Embedding`, `nn.RNN` or `nn.GRU`, `nn.Linear`, cross-entropy and autograd. Both take turns in one run, a step each;
+the medians are compared. Memory is the largest resident set of a process that trains one of them alone; beside it, how
+much that is above the process before its first step.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import loopfold as lf
+from loopfold.states import map_state
+from loopfold.training.options import make_model
+
+V, N, STREAMS, WINDOW = 66, 256, 32, 64
+TORCH = {"elman": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+
+
+class Plain(nn.Module):
+    """The model as one writes it with torch alone."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V + 1, N)
+        self.recurrent = kind(N, N)
+        self.readout = nn.Linear(N, V)
+
+    def forward(self, x: Tensor, state: object) -> tuple[Tensor, object]:
+        hidden, state = self.recurrent(self.embedding(x), state)
+        return self.readout(hidden), state
+
+
+def plain_step(cell: str) -> Callable[[], None]:
+    model = Plain(TORCH[cell])
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(V, (WINDOW + 1, STREAMS))
+    state: object = None
+
+    def step() -> None:
+        nonlocal state
+        o, new = model(tokens[:-1], state)
+        state = map_state(Tensor.detach, new)
+        loss = nn.functional.cross_entropy(o.flatten(0, 1), tokens[1:].flatten())
+        _descend(model, optimiser, loss)
+
+    return step
+
+
+def our_step(cell: str) -> Callable[[], None]:
+    model = make_model(lf.Options(cell=cell, hidden_size=N), V)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(V, (WINDOW, STREAMS))
+    context = model.initial_context(STREAMS)
+
+    def step() -> None:
+        nonlocal context
+        scored = model(tokens, context)
+        context = map_state(Tensor.detach, scored.context)
+        _descend(model, optimiser, scored.nll.mean())
+
+    return step
+
+
+def _descend(model: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimiser.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimiser.step()
+
+
+def compare(cell: str, turns: int = 60) -> tuple[float, float]:
+    """Seconds a step, ours and plain."""
+    steps = [our_step(cell), plain_step(cell)]
+    times: list[list[float]] = [[], []]
+    for turn in range(turns):
+        for step, seconds in zip(steps, times, strict=True):
+            begin = time.perf_counter()
+            step()
+            if turn >= 5:
+                seconds.append(time.perf_counter() - begin)
+    ours, plain = map(statistics.median, times)
+    return ours, plain
+
+
+def memory(which: str, cell: str) -> tuple[float, float]:
+    """The largest resident set in MB, and how much of it came with training, measured in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, which, cell], capture_output=True, text=True, check=True)
+    before, peak = map(float, done.stdout.split())
+    return peak, peak - before
+
+
+def _measure_memory(which: str, cell: str) -> None:
+    step = our_step(cell) if which == "ours" else plain_step(cell)
+    before = _largest()
+    for _ in range(30):
+        step()
+    print(before, _largest())
+
+
+def _largest() -> float:
+    """The largest resident set so far, in MB. (Of `getrusage` a child inherits its parent's.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def main() -> None:
+    print(f"V = {V}, n = {N}, {STREAMS} streams, windows of {WINDOW}; torch {torch.__version__}")
+    print(f"{'cell':<6} {'ours tok/s':>11} {'torch.nn':>9} {'ratio':>6}   {'ours MB':>8} {'torch.nn':>9}")
+    for cell in TORCH:
+        ours, plain = compare(cell)
+        (our_peak, ours_more), (plain_peak, plain_more) = memory("ours", cell), memory("plain", cell)
+        tokens = STREAMS * WINDOW
+        print(
+            f"{cell:<6} {tokens / ours:>11,.0f} {tokens / plain:>9,.0f} {plain / ours:>6.2f}   "
+            f"{our_peak:>8.0f} {plain_peak:>9.0f}   (training itself {ours_more:.0f} and {plain_more:.0f})"
+        )
+
+
+if __name__ == "__main__":
+    _measure_memory(*sys.argv[1:3]) if len(sys.argv) > 2 else main()
