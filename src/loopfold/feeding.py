@@ -189,7 +189,7 @@ class Sample(Pick):
         if self.top_k is not None and self.top_k < o.shape[-1]:
             least = o.topk(self.top_k, -1).values[..., -1:]
             o = o.masked_fill(o < least, -torch.inf)
-        if self.top_p is not None:
+        if self.top_p is not None and self.top_p < 1:
             likeliest, order = o.softmax(-1).sort(-1, descending=True)
             before = likeliest.cumsum(-1) - likeliest  # what the likelier ones have together
             o = o.masked_fill((before >= self.top_p).gather(-1, order.argsort(-1)), -torch.inf)

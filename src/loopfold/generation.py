@@ -54,7 +54,10 @@ def generate(
     pieces: list[str] = []
     text = vocabulary.stream()
     with evaluating(model):
-        context = _read(model, prompt_ids(vocabulary, prompt))
+        ids = prompt_ids(vocabulary, prompt)
+        for token in ids.tolist():
+            text(token)
+        context = _read(model, ids)
         found = (
             _search(model, context, length, pick.width, vocabulary.unknown)
             if isinstance(pick, Beam)
@@ -80,10 +83,10 @@ def _read(model: LanguageModel, ids: Tensor) -> Context:
 
 def _next(model: LanguageModel, context: Context, unknown: int | None) -> Next:
     """What may follow, less what stands for unknown things."""
-    following = model.next(context)
+    log_p, memory = model.next(context)
     if unknown is not None:
-        following.log_probabilities[:, unknown] = -torch.inf
-    return following
+        log_p = log_p.index_fill(1, torch.tensor(unknown, device=log_p.device), -torch.inf)
+    return Next(log_p, memory)
 
 
 def _draw(model: LanguageModel, context: Context, length: int, pick: Pick, unknown: int | None) -> Iterator[int]:

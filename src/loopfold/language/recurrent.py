@@ -36,7 +36,13 @@ class RecurrentLM(LanguageModel):
         self.network = network
         self.dropout = dropout or nn.Identity()
         self.vocabulary_size = network.outputs.size
-        self.reads_tokens = any(isinstance(module, Embedded) for module in network.modules())
+        tables = [module.embedding for module in network.modules() if isinstance(module, Embedded)]
+        self.reads_tokens = bool(tables)
+        if tables and tables[0].num_embeddings <= self.vocabulary_size:
+            raise ValueError(
+                f"the embedding has {tables[0].num_embeddings} rows; it needs one for each of {self.vocabulary_size} "
+                f"tokens and one for the start of a text: nn.Embedding({self.vocabulary_size + 1}, size)."
+            )
 
     def initial_context(self, batch: int) -> Context:
         start = torch.full((batch,), self.vocabulary_size, device=self.network.c.device)
@@ -88,6 +94,8 @@ def recurrent_lm(
     `dropout` falls between layers and before the readout; `variational`: with one mask for all steps of a window.
     `tied` makes the readout's `V` the table of embeddings itself.
     """
+    if not cells:
+        raise ValueError("a recurrent language model needs at least one cell.")
     kinds = whole_number("a language model", "vocabulary_size", vocabulary_size) + 1  # the start of a text is one
     if embedding_size is None:
         if tied:
@@ -112,7 +120,9 @@ def as_language_model(model: nn.Module) -> LanguageModel:
     if isinstance(model, LanguageModel):
         return model
     if isinstance(model, SequenceToSequence):
-        return RecurrentLM(model).train(model.training)
+        found = RecurrentLM(model)
+        found.training = model.training
+        return found
     raise TypeError(
         f"a {type(model).__name__} is no language model. Give one of ours, such as lf.NGramLM, or a "
         f"lf.SequenceToSequence whose outputs are the tokens; or derive from lf.LanguageModel."

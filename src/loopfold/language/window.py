@@ -32,6 +32,7 @@ class FixedContextLM(LanguageModel):
     def __init__(self, vocabulary_size: int, embedding_size: int) -> None:
         super().__init__()
         self.vocabulary_size = whole_number(type(self).__name__, "vocabulary_size", vocabulary_size)
+        whole_number(type(self).__name__, "embedding_size", embedding_size)
         self.embedding = nn.Embedding(vocabulary_size + 1, embedding_size)  # the last row: no token there
 
     @abstractmethod

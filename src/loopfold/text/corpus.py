@@ -87,7 +87,7 @@ def _check_names(sources: Sequence[str]) -> None:
 
 
 def python_docs() -> str:
-    """What `help("topics")` offers: some 370,000 characters of English that come with every CPython, a little new in each.
+    """What `help("topics")` offers: some 370,000 characters that come with every CPython, a little new in each.
 
     Topics repeat each other's paragraphs. Each is kept once, so that no test text was in the training text already.
 
@@ -136,6 +136,8 @@ def _read(source: str) -> str:
         return python_docs()
     path, name = Path(source), _STDIN if source == "-" else source
     try:
+        if source == "-" and sys.stdin.isatty():
+            raise CorpusError(f"{_STDIN} is the keyboard: pipe the text in, as in cat text.txt | loopfold train -")
         if source == "-":
             text = _decode(sys.stdin.buffer.read(), name)
         else:

@@ -164,12 +164,15 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
 class TensorBoard(Watcher):
     """Event files for TensorBoard, in the run folder."""
 
-    def begin(self, plan: Plan) -> None:
-        try:
+    def __init__(self) -> None:
+        try:  # now, before there is a run folder
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoard is not installed: type pip install 'loopfold[tensorboard]'.") from error
-        self.writer = SummaryWriter(plan.path, purge_step=plan.begin + 1)
+        self.writer_at = SummaryWriter
+
+    def begin(self, plan: Plan) -> None:
+        self.writer = self.writer_at(plan.path, purge_step=plan.begin + 1)
 
     def step(self, step: int, loss: float) -> None: ...
 

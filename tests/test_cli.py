@@ -1,0 +1,575 @@
+"""The commands, as they are typed: what they print, what they leave behind, and what they say to bad input."""
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from loopfold import cli, comparison
+from loopfold.text.vocabulary import Characters
+from loopfold.training.loop import open_run
+from loopfold.training.watching import Silent
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RHYME = "the cat sat on the mat, and the rat ran at the cat.\n"
+SIZES = "--cell gru --hidden-size 8 --streams 3 --window 16 --epochs 5 --learning-rate 0.03 --warmup 0 --dropout 0"
+TINY = [*SIZES.split(), "--split", "80/10/10", "--quiet"]
+
+
+class Said(NamedTuple):
+    code: int | str | None
+    out: str
+    err: str
+
+
+def loopfold(*arguments: object, stdin: str = "") -> Said:
+    """What the command does, in this process; an exception that a user would see as a traceback comes through."""
+    out, err = io.StringIO(), io.StringIO()
+    given = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    patched = mock.patch.multiple(sys, argv=["loopfold", *map(str, arguments)], stdin=given)
+    with patched, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        cli.main()
+    return Said(end.value.code, out.getvalue(), err.getvalue())
+
+
+def worked(*arguments: object, stdin: str = "") -> str:
+    """What a command prints that ends well and has nothing to complain of."""
+    said = loopfold(*arguments, stdin=stdin)
+    assert (said.code, said.err) == (0, "")
+    return said.out
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text and the folder of a run on it."""
+    path = tmp_path_factory.mktemp("home")
+    (path / "text.txt").write_text(RHYME * 16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = worked("train", path / "text.txt", "--out", path / "run", *TINY)
+    torch.set_num_threads(threads)
+    assert out == f"The run is in {path}/run. Next: loopfold compare {path}/run; loopfold generate {path}/run\n"
+    return path
+
+
+@pytest.fixture
+def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a copy of the run, and all that a user can get wrong."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(home / "run", tmp_path / "run")
+    (tmp_path / "text.txt").write_text(RHYME * 16)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "tiny.txt").write_text(RHYME[:50])
+    (tmp_path / "latin.txt").write_bytes(RHYME.encode() * 9 + b"caf\xe9")
+    (tmp_path / "one.txt").write_text("a" * 500)
+    (tmp_path / "once.txt").write_text(" ".join(map(str, range(100))))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "page.html").write_text(RHYME)
+    (tmp_path / "cells.py").write_text(CELLS)
+    return tmp_path
+
+
+CELLS = """
+import torch
+from torch import nn
+
+class Works(nn.Module):
+    def __init__(self, n_in, n):
+        super().__init__()
+        self.A = nn.Linear(n_in + n, n)
+
+    def forward(self, h, x):
+        return torch.tanh(self.A(torch.cat([h, x], -1)))
+
+class Fails(nn.Module):
+    def __init__(self, n_in, n):
+        raise RuntimeError("out of\\nluck")
+
+class Stumbles(Works):
+    def forward(self, h, x):
+        return h @ self.missing
+"""
+
+
+def everything(path: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
+
+
+# ------------------------------------------------------------------ help
+
+COMMANDS = [command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str) -> None:
+    for flag in ("--help", "-h"):
+        shown = CliRunner().invoke(cli.app, [command, flag], env={"COLUMNS": "200"})
+        assert shown.exit_code == 0
+        assert "Example" in shown.output
+        assert f"loopfold {command} " in shown.output.split("Example")[1]
+
+
+def test_help_names_every_command_and_starts_without_torch() -> None:
+    """So that it comes at once."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "loopfold", "--help"], capture_output=True, text=True, check=True
+    )
+    assert {"train", "evaluate", "compare", "generate"} <= {*COMMANDS}
+    assert {*COMMANDS} <= {*re.findall(r"\w+", done.stdout)}
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "loopfold.cli" in imported
+    assert not {"torch", "numpy", "safetensors", "tokenizers"} & imported
+
+
+def test_every_option_of_a_run_has_a_flag_and_every_preset_is_in_the_help() -> None:
+    from dataclasses import fields
+
+    from loopfold.training.options import CELLS, MODELS, PRESETS, UNITS, Options
+
+    shown = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "300"}).output
+    for field in fields(Options):
+        assert field.name == "sources" or f"--{field.name.replace('_', '-')}" in shown, field.name
+    for name in (*PRESETS, *CELLS, *UNITS, *MODELS):
+        assert re.search(rf"\b{name}\b", shown), name
+
+
+# ------------------------------------------------------------------ the way of a run
+
+
+def test_a_run_has_a_name_of_its_own_by_default(here: Path) -> None:
+    for n in (1, 2):
+        out = worked("train", "text.txt", *TINY, "--epochs", "0.01")
+        assert out.startswith(f"The run is in runs/text-gru-{n}. Next: loopfold compare runs/text-gru-{n};")
+        assert open_run(f"runs/text-gru-{n}").options.hidden_size == 8
+
+
+def test_flags_become_options(here: Path) -> None:
+    flags = "--cell cells.py:Works --layers 2 --unit words --optimiser sgd --momentum 0.5 --learning-rate 0.1 --clip 2"
+    more = (
+        "--schedule linear --warmup 3 --patience 4 --evaluate-every 5 --seed 6 --one-hot --variational --preset words"
+    )
+    texts = ["--valid", "text.txt", "--test", "text.txt", "--no-tied"]
+    worked("train", "text.txt", "--out", "new", *TINY, *flags.split(), *more.split(), *texts, "--epochs", "0.1")
+    options = open_run("new").options.as_json()
+    needed = {
+        "sources": ("text.txt",),
+        "split": (80.0, 10.0, 10.0),
+        "valid": "text.txt",
+        "test": "text.txt",
+        "layers": 2,
+        "unit": "words",
+        "optimiser": "sgd",
+        "momentum": 0.5,
+        "learning_rate": 0.1,
+        "clip": 2.0,
+        "schedule": "linear",
+        "warmup": 3,
+        "patience": 4,
+        "evaluate_every": 5,
+        "seed": 6,
+        "one_hot": True,
+        "variational": True,
+        "tied": False,
+        "dropout": 0.0,
+        "cell": "new/cell.py:Works",
+    }
+    assert {name: options[name] for name in needed} == needed
+
+
+def test_progress_is_shown_unless_quiet_and_not_among_the_results(here: Path) -> None:
+    said = loopfold("train", "text.txt", "--out", "new", *TINY[:-1], "--epochs", "0.1")
+    assert said.code == 0
+    assert said.out.count("\n") == 1
+    assert "perplexity" in said.err
+
+
+def test_a_finished_run_may_be_resumed(here: Path) -> None:
+    before = everything(here)
+    assert worked("train", "--resume", "run", "--quiet").startswith("The run is in run.")
+    assert everything(here) == before
+
+
+def test_text_from_standard_input(here: Path) -> None:
+    worked("train", "-", "--out", "new", *TINY, "--epochs", "0.1", stdin=RHYME * 16)
+    assert open_run("new").config["corpus"]["sha256"] == open_run("run").config["corpus"]["sha256"]
+
+
+# ------------------------------------------------------------------ evaluate
+
+
+def evaluated(*arguments: object, stdin: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(worked("evaluate", *arguments, "--json", stdin=stdin))
+    return found
+
+
+def test_evaluate_prints_the_ledger(here: Path) -> None:
+    ledger = evaluated("run")
+    run = open_run("run")
+    assert ledger["tokens"] == ledger["characters"] == len(run.corpus().test)
+    assert (ledger["unit"], ledger["unknown"], ledger["carried"]) == ("character", 0, True)
+    assert ledger["perplexity"] == pytest.approx(math.exp(ledger["nll"] / ledger["tokens"]))
+    assert ledger["bits_per_character"] == pytest.approx(ledger["nll"] / ledger["tokens"] / math.log(2))
+    assert 1 < ledger["perplexity"] < run.vocabulary.size
+    shown = worked("evaluate", "run")
+    for line in (
+        f"tokens scored +{ledger['tokens']} \\(characters\\), 0 of them unknown",
+        "state +carried through the whole text",
+        f"perplexity +{ledger['perplexity']:.4f}",
+        f"bits per character +{ledger['bits_per_character']:.4f}",
+    ):
+        assert re.search(line, shown), line
+
+
+def test_evaluate_on_the_parts_of_the_text(here: Path) -> None:
+    run = open_run("run")
+    parts = {part: evaluated("run", "--on", part) for part in ("train", "valid", "test")}
+    assert sum(ledger["tokens"] for ledger in parts.values()) == len(RHYME) * 16
+    best = min(entry["valid"] for entry in run.metrics if "valid" in entry)
+    assert parts["valid"]["nats_per_token"] == pytest.approx(best, rel=1e-6)
+
+
+def test_streams_and_window_change_nothing_unless_cold(here: Path) -> None:
+    carried = evaluated("run")["nll"]
+    assert evaluated("run", "--streams", 2, "--window", 5)["nll"] == pytest.approx(carried, rel=1e-6)
+    cold = evaluated("run", "--cold", "--window", 5)
+    assert cold["carried"] is False
+    assert cold["nll"] > carried * 1.01
+    assert evaluated("run", "--cold", "--window", 10**6)["nll"] == pytest.approx(carried, rel=1e-6)
+    assert "begun anew every 5 tokens" in worked("evaluate", "run", "--cold", "--window", 5)
+
+
+def test_evaluate_another_text_from_files_or_standard_input(here: Path) -> None:
+    other = "a rat sat on a mat: ÄÖ\n"
+    (here / "other.txt").write_text(other)
+    ledger = evaluated("run", "other.txt")
+    assert (ledger["tokens"], ledger["bytes"], ledger["unknown"]) == (23, 25, 3)
+    assert evaluated("run", "-", stdin=other) == ledger
+    assert evaluated("run", "other.txt", "other.txt")["tokens"] == 46
+    assert "other.txt" in worked("evaluate", "run", "other.txt")
+
+
+# ------------------------------------------------------------------ compare
+
+
+def test_compare(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uniform, n-grams up to the best order, a window, a convolution, the run: all by one ledger."""
+    data = json.loads(worked("compare", "run", "--json"))
+    assert json.loads((here / "run" / "comparison.json").read_text()) == data
+    rows = {row["name"]: row for row in data["rows"]}
+    names = [*rows]
+    assert names[:4] == ["uniform", "unigram", "2-gram", "3-gram"]
+    assert names[-3:] == ["window", "convolution", "gru 8"]
+    assert all(re.fullmatch(r"\d+-gram", name) for name in names[2:-3])
+
+    size = Characters.of(RHYME).size
+    assert rows["uniform"]["ledger"]["perplexity"] == pytest.approx(size)
+    assert (rows["uniform"]["parameters"], rows["3-gram"]["table"]) == (0, str(size**3))
+    assert rows["gru 8"]["table"] is None
+    assert rows["unigram"]["ledger"]["perplexity"] < size
+    for name in ("gru 8", "window", "convolution"):
+        assert rows[name]["ledger"]["perplexity"] < rows["unigram"]["ledger"]["perplexity"], name
+    assert len({row["ledger"]["tokens"] for row in rows.values()}) == 1
+    assert all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert rows["gru 8"]["ledger"] == evaluated("run")
+    for kind in ("window", "convolution"):
+        baseline = open_run(here / "run" / "baselines" / kind)
+        assert (baseline.options.model, baseline.metrics[-1]["epoch"]) == (kind, 5.0)
+        assert rows[kind]["parameters"] == sum(p.numel() for p in baseline.model.parameters())
+
+    # A second time the baselines are found, not trained; here for a table to read.
+    monkeypatch.setattr(comparison, "train", None)
+    before = everything(here / "run" / "baselines")
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = worked("compare", "run")
+    assert everything(here / "run" / "baselines") == before
+    for row in rows.values():
+        assert re.search(rf"{row['name']} .* {row['ledger']['perplexity']:,.3f} ", shown), row["name"]
+    assert f"text.txt, test text: {rows['uniform']['ledger']['tokens']} characters" in shown
+
+
+def test_a_comparison_that_was_cut_short_goes_on(here: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(Silent):
+        def step(self, step: int, loss: float) -> None:
+            if step == 20:
+                raise KeyboardInterrupt
+
+    def compared() -> dict[str, Any]:
+        rows = comparison.compare([open_run("run")], neural=True)
+        return {row.name: row.ledger for row in rows}
+
+    with pytest.raises(KeyboardInterrupt):
+        comparison.compare([open_run("run")], watcher=lambda name: Cut())
+    checkpoint = here / "run" / "baselines" / "window" / "checkpoint.json"
+    assert json.loads(checkpoint.read_text())["step"] < 20
+    came = compared()
+    assert open_run(here / "run" / "baselines" / "window").metrics[-1]["epoch"] == 5.0
+    shutil.rmtree(here / "run" / "baselines")
+    assert compared() == came
+
+
+def test_compare_two_runs_on_the_valid_text_without_neural_baselines(here: Path) -> None:
+    worked("train", "text.txt", "--out", "other", *TINY, "--cell", "elman", "--layers", "2", "--epochs", "0.5")
+    data = json.loads(worked("compare", "run", "other", "--on", "valid", "--no-neural", "--json"))
+    names = [row["name"] for row in data["rows"]]
+    assert names[-2:] == ["gru 8", "elman 8 × 2"]
+    assert "window" not in names
+    assert not (here / "run" / "baselines").exists()
+    assert data["on"] == "valid"
+    assert data["rows"][-2]["ledger"]["nll"] == pytest.approx(evaluated("run", "--on", "valid")["nll"], rel=1e-6)
+
+
+def test_runs_on_other_texts_are_not_compared(here: Path) -> None:
+    (here / "text2.txt").write_text(RHYME * 17)
+    worked("train", "text2.txt", "--out", "other", *TINY, "--epochs", "0.01")
+    before = everything(here)
+    refused("other was trained on another text than run: they cannot be compared", "compare", "run", "other")
+    assert everything(here) == before
+
+
+# ------------------------------------------------------------------ generate
+
+
+def test_generate_goes_on_from_a_prompt(here: Path) -> None:
+    written = worked("generate", "run", "--prompt", "the c", "--length", 40)
+    assert written.startswith("the c")
+    assert len(written) == 5 + 40 + 1
+    assert written.endswith("\n")
+    assert {*written} <= {*RHYME}
+
+
+def test_the_same_seed_writes_the_same_text(here: Path) -> None:
+    one, same, other = (worked("generate", "run", "--length", 60, "--seed", seed) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_the_likeliest_text(here: Path) -> None:
+    greedy = worked("generate", "run", "--length", 30, "--greedy")
+    for same in (["--temperature", 0], ["--top-k", 1], ["--beam", 1], ["--top-p", 1e-9]):
+        assert worked("generate", "run", "--length", 30, *same) == greedy, same
+    assert len(worked("generate", "run", "--length", 30, "--beam", 3)) == 31
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def refused(message: str, *arguments: object, stdin: str = "") -> None:
+    """Exit code 2, and one line that says what is wrong and what to do; no traceback."""
+    said = loopfold(*arguments, stdin=stdin)
+    assert (said.code, said.out) == (2, "")
+    assert re.fullmatch(r"loopfold: .+\n", said.err), said.err
+    assert re.search(message, said.err), said.err
+
+
+NEW = ("--out", "new", *TINY)
+BAD: dict[str, tuple[tuple[object, ...], str]] = {
+    "an empty file": (("train", "empty.txt", *NEW), "empty.txt is empty: name a file with text"),
+    "a tiny file": (("train", "tiny.txt", *NEW), "the training text has 40 characters and needs at least 100"),
+    "no file": (("train", "txt.txt", *NEW), "there is no file txt.txt. Did you mean text.txt"),
+    "not UTF-8": (("train", "latin.txt", *NEW), "latin.txt is not UTF-8: byte .* type iconv -f latin1"),
+    "a folder without text": (("train", "folder", *NEW), "the folder folder has no .txt files, only .html"),
+    "one distinct character": (("train", "one.txt", *NEW), "only 1 distinct character: there is nothing to predict"),
+    "no word twice": (("train", "once.txt", *NEW, "--unit", "words"), r"only \d distinct word.*nothing to predict"),
+    "a part that is empty": (("train", "text.txt", *NEW, "--split", "99.99/0.005/0.005"), "text is empty"),
+    "unknown cell": (("train", "text.txt", *NEW, "--cell", "lsmt"), "no cell 'lsmt'; .* Did you mean 'lstm'?"),
+    "no cell file": (("train", "text.txt", *NEW, "--cell", "none.py:A"), "there is no file none.py; a cell of your"),
+    "no cell class": (("train", "text.txt", *NEW, "--cell", "cells.py"), "say which one is the cell: cells.py:MyCell"),
+    "another class": (("train", "text.txt", *NEW, "--cell", "cells.py:A"), "no class 'A'; it has Works, Fails, Stumb"),
+    "a cell that fails": (("train", "text.txt", *NEW, "--cell", "cells.py:Fails"), "could not be made .*: out of luck"),
+    "a step that fails": (("train", "text.txt", *NEW, "--cell", "cells.py:Stumbles"), "no attribute 'missing'"),
+    "a cell that is no Python": (("train", "text.txt", *NEW, "--cell", "text.txt:A"), "text.txt is no Python file"),
+    "unknown preset": (("train", "text.txt", *NEW, "--preset", "quik"), "no preset 'quik'; .* Did you mean 'quick'?"),
+    "unknown unit": (("train", "text.txt", *NEW, "--unit", "word"), "no unit 'word'; .* Did you mean 'words'?"),
+    "unknown model": (("train", "text.txt", *NEW, "--model", "windw"), "no model 'windw'; .* Did you mean 'window'?"),
+    "unknown optimiser": (("train", "text.txt", *NEW, "--optimiser", "adam"), "Did you mean 'adamw'?"),
+    "unknown schedule": (("train", "text.txt", *NEW, "--schedule", "cos"), "Did you mean 'cosine'?|choose from"),
+    "two shares": (("train", "text.txt", *NEW, "--split", "90/10"), "--split takes shares .* such as 90/5/5; '90/10'"),
+    "no numbers": (("train", "text.txt", *NEW, "--split", "most"), "--split takes shares .*; 'most' came"),
+    "no training": (("train", "text.txt", *NEW, "--split", "0/1/1"), "the first above 0, such as 90, 5, 5"),
+    "a size of 0": (("train", "text.txt", *NEW, "--hidden-size", 0), "hidden_size must be at least 1; 0 came"),
+    "a rate that is no number": (("train", "text.txt", *NEW, "--learning-rate", "nan"), "learning_rate must be above"),
+    "a seed too large": (("train", "text.txt", *NEW, "--seed", 2**64), "seed must be from 0 to"),
+    "tied one-hot vectors": (("train", "text.txt", *NEW, "--tied", "--one-hot"), "no table to tie the readout to"),
+    "few words": (("train", "text.txt", *NEW, "--unit", "words", "--vocabulary-size", 2), "max_size of 3 or more"),
+    "few subwords": (("train", "text.txt", *NEW, "--unit", "subwords", "--vocabulary-size", 9), "size of 256 or more"),
+    "a device of no kind": (
+        ("train", "text.txt", *NEW, "--device", "gpu"),
+        "device 'gpu' cannot be used: .*Type --dev",
+    ),
+    "a taken folder": (
+        ("train", "text.txt", "--out", "run"),
+        "run is there already: choose another --out, or --resume",
+    ),
+    "a taken name": (("train", "text.txt", "--out", "folder"), "folder is there already: .*, or remove it"),
+    "below a file": (("train", "text.txt", "--out", "text.txt/new"), "text.txt/new cannot be written: Not a directory"),
+    "resume with flags": (("train", "--resume", "run", "--layers", 2, "--epochs", 3), "leave out --layers, --epochs"),
+    "resume with a preset": (("train", "--resume", "run", "--preset", "quick"), "leave out --preset"),
+    "resume with a text": (("train", "text.txt", "--resume", "run"), "leave out TEXT"),
+    "resume into": (("train", "--resume", "run", "--out", "new"), "leave out --out"),
+    "resume nothing": (("train", "--resume", "none"), "there is no run folder none"),
+    "resume no run": (("train", "--resume", "folder"), "folder is no run folder: it has no config.json"),
+    "evaluate nothing": (("evaluate", "none"), "there is no run folder none"),
+    "evaluate no part": (("evaluate", "run", "--on", "tests"), "no part 'tests'; .* Did you mean 'test'?"),
+    "evaluate no file": (("evaluate", "run", "none.txt"), "there is no file none.txt"),
+    "evaluate no text": (("evaluate", "run", "empty.txt"), "empty.txt is empty"),
+    "evaluate no input": (("evaluate", "run", "-"), "standard input is empty"),
+    "compare nothing": (("compare", "run", "none"), "there is no run folder none"),
+    "compare no part": (("compare", "run", "--on", "train"), "there is no part 'train'; choose from test, valid"),
+    "generate from nothing": (("generate", "none"), "there is no run folder none"),
+    "an unknown prompt": (("generate", "run", "--prompt", "the ∂og"), "has never seen: '∂', 'g'"),
+    "greedy and beam": (("generate", "run", "--greedy", "--beam", 2), "choose one: --greedy, --beam, or a draw"),
+    "greedy and warm": (("generate", "run", "--greedy", "--temperature", 0.5), "choose one: --greedy, --beam, or"),
+    "beam and top": (("generate", "run", "--beam", 2, "--top-k", 3), "choose one: --greedy, --beam, or a draw"),
+    "beam and cold": (("generate", "run", "--beam", 2, "--temperature", 0), "choose one: --greedy, --beam, or a draw"),
+    "no probability": (("generate", "run", "--top-p", 2), "top_p is a probability above 0 and up to 1; 2.0 came"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_and_leaves_nothing(name: str, here: Path) -> None:
+    arguments, message = BAD[name]
+    before = everything(here)
+    refused(message, *arguments)
+    assert everything(here) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [("train", "text.txt", *NEW), ("generate", "run")], ids=lambda a: str(a[0]))
+def test_a_gpu_that_is_not_there(arguments: tuple[str, ...], here: Path) -> None:
+    before = everything(here)
+    refused(r"device 'cuda' cannot be used: .+\. Type --device cpu\.", *arguments, "--device", "cuda")
+    assert everything(here) == before
+
+
+def test_an_out_folder_that_may_not_be_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions are no hindrance to root, who may be running these tests."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    before = everything(here)
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    refused(r"new cannot be written: Permission denied\. Choose another place with --out", "train", "text.txt", *NEW)
+    assert everything(here) == before
+
+
+def spoil(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads((run / "config.json").read_text())
+    change(config)
+    (run / "config.json").write_text(json.dumps(config))
+
+
+USES = [("train", "--resume", "run"), ("evaluate", "run"), ("compare", "run"), ("generate", "run")]
+
+
+@pytest.mark.parametrize("arguments", USES, ids=lambda a: str(a[0]))
+def test_a_run_folder_that_cannot_be_used(arguments: tuple[str, ...], here: Path) -> None:
+    """By any command, and it stays as it is."""
+    good = here / "good"
+    (here / "run").rename(good)
+    vocabulary = "vocabulary.json"
+    cases: list[tuple[Callable[[Path], object], str]] = [
+        (lambda run: spoil(run, lambda config: config.update(format=2)), "run has format 2, and this version .* reads"),
+        (
+            lambda run: spoil(run, lambda config: config["options"].update(layers=2)),
+            "run/config.json is damaged or was",
+        ),
+        (lambda run: (run / "config.json").write_text("{"), "run/config.json is damaged: it is not JSON"),
+        (lambda run: (run / "config.json").unlink(), "run is no run folder: it has no config.json"),
+        (lambda run: (run / vocabulary).unlink(), "run is not complete: vocabulary.json is missing"),
+        (lambda run: next(run.glob("weights-*")).unlink(), r"run is not complete: weights-\d+.safetensors is missing"),
+        (lambda run: os.truncate(next(run.glob("state-*")), 9), r"run/state-\d+.safetensors is damaged or was altered"),
+        (lambda run: (run / "checkpoint.json").unlink(), "run has no checkpoint"),
+    ]
+    for change, message in cases:
+        shutil.copytree(good, here / "run")
+        change(here / "run")
+        before = everything(here)
+        refused(message, *arguments)
+        assert everything(here) == before
+        shutil.rmtree(here / "run")
+
+
+@pytest.mark.parametrize("arguments", [("evaluate", "new"), ("compare", "new", "--no-neural")], ids=lambda a: str(a[0]))
+def test_a_part_that_the_run_does_not_have(arguments: tuple[str, ...], here: Path) -> None:
+    worked("train", "text.txt", "--out", "new", *TINY, "--split", "90/10/0", "--epochs", "0.01")
+    refused(r"the run has no test text: it was split .* Choose another part with --on", *arguments)
+    worked(*arguments, "--on", "valid")
+
+
+@pytest.mark.parametrize("arguments", [USES[0], USES[1], USES[2]], ids=lambda a: str(a[0]))
+def test_a_text_that_has_changed(arguments: tuple[str, ...], home: Path, here: Path) -> None:
+    good = (home / "text.txt").read_text()
+    try:
+        (home / "text.txt").write_text(good[1:])
+        refused("the text of text.txt has changed since the run began", *arguments)
+    finally:
+        (home / "text.txt").write_text(good)
+
+
+def test_tensorboard_that_is_not_installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = everything(here)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    refused(
+        r"TensorBoard is not installed: type pip install 'loopfold\[tensorboard\]'",
+        "train",
+        "text.txt",
+        *NEW,
+        "--tensorboard",
+    )
+    assert everything(here) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "text.txt", *NEW, "--hiden-size", 8), "--hidden-size"),
+        (("train", "text.txt", *NEW, "--layers", "two"), "--layers"),
+        (("evaluate", "run", "--window", 0), "--window"),
+        (("evaluate", "run", "--streams", 0), "--streams"),
+        (("generate", "run", "--length", 0), "--length"),
+        (("generate", "run", "--temperature", -1), "--temperature"),
+        (("generate",), "run"),
+        (("trian",), "train"),
+    ],
+    ids=str,
+)
+def test_flags_that_are_mistyped(arguments: tuple[object, ...], message: str, here: Path) -> None:
+    """These are said by typer, in a box of its own."""
+    before = everything(here)
+    said = loopfold(*arguments)
+    assert (said.code, said.out) == (2, "")
+    assert message in said.err
+    assert "Traceback" not in said.err
+    assert everything(here) == before
+
+
+def test_the_exit_code_of_a_process(here: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "loopfold", "train", "txt.txt", "--out", "new"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "loopfold: there is no file txt.txt. Did you mean text.txt?\n"
+
+
+def test_a_fault_of_ours_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence is for what a user can mend; the rest keeps its traceback."""
+    monkeypatch.setattr(comparison, "held_out", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loopfold("evaluate", "run")
