@@ -18,6 +18,7 @@ check: .venv/ready
 bench: .venv/bench-ready
 	.venv/bin/python benchmarks/engines.py
 	.venv/bin/python benchmarks/output_recurrence.py
+	.venv/bin/python benchmarks/training.py
 
 format: .venv/ready
 	.venv/bin/ruff format .
