@@ -5,7 +5,8 @@ demo: .venv/ready
 	rm -rf runs/demo
 	.venv/bin/loopfold train python-docs --out runs/demo
 	.venv/bin/loopfold compare runs/demo
-	.venv/bin/loopfold generate runs/demo --prompt 'The ' --temperature 0.8
+	.venv/bin/loopfold generate runs/demo --prompt 'The ' --temperature 0.8 --length 400
+	@echo; echo 'The run folder is runs/demo; loopfold --help has more.'
 
 test: .venv/ready
 	.venv/bin/pytest

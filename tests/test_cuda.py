@@ -1,6 +1,8 @@
 """On a GPU: the same values as on the CPU. Skipped where there is none."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,3 +39,19 @@ def test_what_stays_on_the_cpu_says_so() -> None:
     with pytest.raises(ValueError, match="FusedCPU cannot run Elman: it runs on the CPU and the state is on cuda:0"):
         lf.unfold(cell, x.cuda(), engine=lf.FusedCPU())
     assert "Looped" in lf.Recurrent(cell).explain(x.cuda())
+
+
+def test_a_language_model_on_a_gpu_learns_what_it_learns_on_the_cpu(tmp_path: Path) -> None:
+    """The whole way: tokens, training, ledger, generation; the two differ by rounding only."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat. " * 80)
+    options = lf.Options(sources=(str(tmp_path / "text.txt"),), hidden_size=24, epochs=2.0, streams=4, window=16)
+    runs = {device: lf.train(replace(options, device=device), tmp_path / device) for device in ("cpu", "cuda")}
+    losses = [run.metrics[-1]["valid"] for run in runs.values()]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    run = lf.open_run(tmp_path / "cuda", device="cuda")
+    tokens = run.vocabulary.encode("the dog sat on the mat. " * 20)
+    on_gpu, on_cpu = lf.perplexity(run.model, tokens), lf.perplexity(runs["cuda"].model.cpu(), tokens)
+    assert on_gpu.nll == pytest.approx(on_cpu.nll, rel=1e-4)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for pick in (lf.Greedy(), lf.Sample(generator, 0.8, top_k=5, top_p=0.9), lf.Beam(3)):
+        assert len(lf.generate(run.model, run.vocabulary, "the ", 20, pick)) == 20

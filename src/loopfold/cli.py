@@ -258,16 +258,16 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
 
     ledger = rows[0].ledger
     table = Table(title=f"{runs[0].config['corpus']['name']}, {on} text: {ledger.tokens:,} {ledger.unit}s")
-    table.add_column("model")
-    for name in ("parameters", "full table |V|ⁿ", "trained tokens/s", "perplexity", "bits/character"):
+    table.add_column("model", no_wrap=True)
+    for name in ("parameters", "of a table |V|ⁿ", "trained, tokens/s", "perplexity", "bits/char"):
         table.add_column(name, justify="right")
     best = min(row.ledger.nll for row in rows)
     for row in rows:
         table.add_row(
             row.name,
             f"{row.parameters:,}",
-            "" if row.table is None else f"{row.table:,}" if row.table < 10**9 else f"{row.table:.1e}",
-            f"{row.tokens_per_second:,.0f}",
+            "" if row.table is None else f"{row.table:,}" if row.table < 10**8 else f"{row.table:.1e}",
+            f"{row.tokens_per_second:,.0f}" if row.parameters else "",
             f"{row.ledger.perplexity:,.3f}",
             "—" if row.ledger.bits_per_character is None else f"{row.ledger.bits_per_character:.3f}",
             style="bold" if row.ledger.nll == best else None,

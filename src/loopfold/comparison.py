@@ -16,7 +16,10 @@ from loopfold.training.loop import Run, open_run, resume, train
 from loopfold.training.options import OptionError
 from loopfold.training.watching import Silent, Watcher
 
-BASELINES: dict[str, dict[str, Any]] = {"window": {"span": 12}, "convolution": {"span": 16, "hidden_size": 128}}
+BASELINES: dict[str, dict[str, Any]] = {
+    "window": {"span": 10, "hidden_size": 128},
+    "convolution": {"span": 16, "hidden_size": 128},
+}
 MOST = 12  # the order at which the search for the best n-gram ends
 
 

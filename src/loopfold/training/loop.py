@@ -62,7 +62,7 @@ class Progress:
     step: int = 0
     nll: float = 0.0  # of the tokens since the last entry of the learning curve
     tokens: int = 0
-    best: float = math.inf  # nats a token on the valid text
+    best: float | None = None  # nats a token on the valid text, once it was evaluated
     misses: int = 0  # evaluations since then
     seconds: float = 0.0
 
@@ -82,7 +82,7 @@ def train(options: Options, out: str | Path, *, watcher: Watcher = Silent(), sav
         tokens = len(vocabulary.encode(corpus.train))
         about = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.train), "tokens": tokens}
         start = asdict(Progress()), _weights(model)
-        folder = RunFolder.create(Path(out), options, about, vocabulary.as_json(), *start)
+        folder = RunFolder.create(Path(out), options.from_anywhere(), about, vocabulary.as_json(), *start)
     with _together(folder):
         processes.any(False)  # the others wait here until the folder is there
     return _go_on(folder, corpus, processes, watcher, save_every)
@@ -206,7 +206,7 @@ def _loop(
         # the learning curve
         at_end = progress.step == steps
         evaluate = len(valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
-        best = math.isinf(progress.best)  # until there is an evaluation, the newest
+        best = progress.best is None  # until there is an evaluation, the newest
         if progress.step % LOG_EVERY == 0 or evaluate or at_end:
             entry = {
                 "step": progress.step,
@@ -220,9 +220,11 @@ def _loop(
             if evaluate:
                 ledger = perplexity(model, valid_tokens, processes=processes)
                 entry["valid"] = ledger.nats_per_token
-                best = ledger.nats_per_token < progress.best
-                misses = 0 if best else progress.misses + 1
-                progress = replace(progress, best=min(progress.best, ledger.nats_per_token), misses=misses)
+                best = progress.best is None or ledger.nats_per_token < progress.best
+                if best:
+                    progress = replace(progress, best=ledger.nats_per_token, misses=0)
+                else:
+                    progress = replace(progress, misses=progress.misses + 1)
             log(entry)
         if evaluate or at_end or stop or due_now:
             save(best)

@@ -16,6 +16,7 @@ from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.language.window import ConvolutionLM, WindowLM
 from loopfold.states import name_of
+from loopfold.text.corpus import PYTHON_DOCS
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
 from loopfold.transitions import GRU, LSTM, Elman, LayerNormLSTM
 
@@ -97,6 +98,15 @@ class Options:
         if not 0 <= self.seed < 1 << 63:
             raise OptionError(f"seed must be from 0 to {(1 << 63) - 1}; {self.seed} came.")
 
+    def from_anywhere(self) -> "Options":
+        """The same with whole paths, so that a run can be resumed from another folder."""
+
+        def whole(source: str) -> str:
+            return source if source in ("-", PYTHON_DOCS) else str(Path(source).absolute())
+
+        own = {name: whole(path) for name in ("valid", "test") if (path := getattr(self, name)) is not None}
+        return replace(self, sources=tuple(map(whole, self.sources)), **own)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -114,7 +124,7 @@ class Options:
 # A preset says how large a model is and how it learns. With two cores, and a megabyte of text: two minutes (quick) and
 # ten (standard); `words` takes ten minutes for a million words of which ten thousand are distinct.
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"streams": 16, "dropout": 0.2, "weight_decay": 0.05, "epochs": 8.0},
+    "quick": {"hidden_size": 320, "streams": 16, "dropout": 0.25, "weight_decay": 0.1, "epochs": 7.0},
     "standard": {
         "cell": "lstm",
         "hidden_size": 512,

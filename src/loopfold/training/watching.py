@@ -125,7 +125,7 @@ class Terminal(Watcher):
         self.loss = loss if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * loss
         seconds = time.monotonic() - self.since
         per_step = self.plan.tokens_per_epoch / self.plan.steps_per_epoch
-        if seconds > 0.2:
+        if seconds > 0.2 or step == self.plan.steps:
             speed = per_step * (step - self.at) / seconds
             self.progress.update(self.task, completed=step, loss=self.loss, speed=speed)
             self.since, self.at = time.monotonic(), step
