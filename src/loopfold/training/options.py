@@ -104,8 +104,8 @@ class Options:
         def whole(source: str) -> str:
             return source if source in ("-", PYTHON_DOCS) else str(Path(source).absolute())
 
-        own = {name: whole(path) for name in ("valid", "test") if (path := getattr(self, name)) is not None}
-        return replace(self, sources=tuple(map(whole, self.sources)), **own)
+        valid, test = (None if source is None else whole(source) for source in (self.valid, self.test))
+        return replace(self, sources=tuple(map(whole, self.sources)), valid=valid, test=test)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
