@@ -164,11 +164,12 @@ def test_flags_become_options(here: Path) -> None:
     texts = ["--valid", "text.txt", "--test", "text.txt", "--no-tied"]
     worked("train", "text.txt", "--out", "new", *TINY, *flags.split(), *more.split(), *texts, "--epochs", "0.1")
     options = open_run("new").options.as_json()
+    whole = str(here / "text.txt")  # whole paths, so that a run can be opened from another folder
     needed = {
-        "sources": ("text.txt",),
+        "sources": (whole,),
         "split": (80.0, 10.0, 10.0),
-        "valid": "text.txt",
-        "test": "text.txt",
+        "valid": whole,
+        "test": whole,
         "layers": 2,
         "unit": "words",
         "optimiser": "sgd",
