@@ -35,4 +35,4 @@ format: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo

@@ -42,7 +42,7 @@ class Plain(nn.Module):
 
 def plain_step(cell: str) -> Callable[[], None]:
     model = Plain(TORCH[cell])
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.randint(V, (WINDOW + 1, STREAMS))
     state: object = None
 

@@ -325,7 +325,7 @@ def test_compare_two_runs_on_the_valid_text_without_neural_baselines(here: Path)
     worked("train", "text.txt", "--out", "other", *TINY, "--cell", "elman", "--layers", "2", "--epochs", "0.5")
     data = json.loads(worked("compare", "run", "other", "--on", "valid", "--no-neural", "--json"))
     names = [row["name"] for row in data["rows"]]
-    assert names[-2:] == ["gru 8", "elman 8 × 2"]
+    assert names[-2:] == ["gru 8 (run)", "elman 8 × 2 (other)"]
     assert "window" not in names
     assert not (here / "run" / "baselines").exists()
     assert data["on"] == "valid"
@@ -506,8 +506,8 @@ def test_a_run_folder_that_cannot_be_used(arguments: tuple[str, ...], here: Path
 @pytest.mark.parametrize("arguments", [("evaluate", "new"), ("compare", "new", "--no-neural")], ids=lambda a: str(a[0]))
 def test_a_part_that_the_run_does_not_have(arguments: tuple[str, ...], here: Path) -> None:
     worked("train", "text.txt", "--out", "new", *TINY, "--split", "90/10/0", "--epochs", "0.01")
-    refused(r"the run has no test text: it was split .* Choose another part with --on", *arguments)
-    worked(*arguments, "--on", "valid")
+    refused(r"the run has no test text, only valid and train: choose with --on", *arguments, "--on", "test")
+    assert "valid" in worked(*arguments)  # the best that there is
 
 
 @pytest.mark.parametrize("arguments", [USES[0], USES[1], USES[2]], ids=lambda a: str(a[0]))
@@ -574,3 +574,12 @@ def test_a_fault_of_ours_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(comparison, "held_out", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loopfold("evaluate", "run")
+
+
+def test_a_text_from_standard_input_is_kept_with_the_run(here: Path) -> None:
+    worked("train", "-", "--out", "piped", *TINY, "--epochs", "0.2", stdin=RHYME * 16)
+    assert (here / "piped" / "stdin.txt").read_text() == RHYME * 16
+    assert evaluated("piped")["tokens"] > 0  # nothing is piped in any more
+    names = [row["name"] for row in json.loads(worked("compare", "piped", "--json"))["rows"]]
+    assert names[-3:] == ["window", "convolution", "gru 8"]
+    worked("train", "--resume", "piped", "--quiet")

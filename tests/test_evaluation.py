@@ -226,6 +226,27 @@ def test_a_state_may_be_small(dtype: torch.dtype) -> None:
         assert lf.perplexity(model, text, streams=streams, window=5).nll == pytest.approx(whole, rel=1e-5)
 
 
+class Leap(nn.Module):
+    """Counts, and goes far away for good where token 0 comes."""
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.zeros(batch, 1)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + 1e-3 * x[:, 1:2] + 1e6 * x[:, :1]
+
+
+def test_a_large_state_in_one_stream_hides_nothing_in_another() -> None:
+    model = lf.SequenceToSequence(Leap(), SIZE)
+    with torch.no_grad():
+        model.V.copy_(100 * torch.arange(SIZE)[:, None] / SIZE)
+    text = torch.ones(64, dtype=torch.long)
+    text[-2] = 0
+    whole = lf.perplexity(model, text, streams=1).nll
+    for streams in (2, 4, 8):
+        assert lf.perplexity(model, text, streams=streams, window=4).nll == pytest.approx(whole, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_carries_its_state_too(dtype: torch.dtype) -> None:
     """One unit in the last place is a part in 128 of a bfloat16; these counts are exact in it all the same."""

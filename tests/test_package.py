@@ -22,9 +22,10 @@ PUBLIC = """
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Greedy Sample
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
     bptt BPTT per_step_gradients gradient_flow GradientFlow truncated_bptt
-    Corpus read_corpus Tokens Vocabulary Characters Bytes Words Subwords
-    LanguageModel RecurrentLM NGramLM WindowLM ConvolutionLM
-    Ledger perplexity Options preset Run train resume open_run Beam generate Row compare
+    Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
+    LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM
+    Ledger perplexity Options OptionError preset Run RunError train resume open_run Watcher Terminal Stopped Diverged
+    Beam generate Row compare
 """
 
 

@@ -19,10 +19,11 @@ from loopfold.language.base import Context
 from loopfold.states import leaves
 from loopfold.text.corpus import read_corpus
 from loopfold.training import loop
-from loopfold.training.folder import RunFolder
-from loopfold.training.loop import Diverged, Run, open_run, train
+from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.loop import Diverged, Run, open_run, resume, train
 from loopfold.training.options import PRESETS, OptionError, Options, make_cell, make_model, make_vocabulary, preset
 from loopfold.training.watching import Plan, Several, Silent, TensorBoard, Terminal, Watcher
+from loopfold.transitions import GRU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CELL = "network.recurrent.layers.0.cell."
@@ -263,7 +264,7 @@ def test_the_curve_says_what_happened(text: Path, tmp_path: Path) -> None:
 
 def test_without_valid_text_the_last_weights_are_kept(text: Path, tmp_path: Path) -> None:
     onlooker = Onlooker()
-    run = train(small(text, split=(100, 0, 0), epochs=1.2, patience=1), tmp_path / "run", watcher=onlooker)
+    run = train(small(text, split=(100, 0, 0), epochs=1.2), tmp_path / "run", watcher=onlooker)
     assert not any("valid" in entry for entry in run.metrics)
     assert run.metrics[-1]["step"] == onlooker.plan.steps
     torch.testing.assert_close(weights(run.model), weights(onlooker.plan.model), rtol=0, atol=0)
@@ -635,3 +636,81 @@ def test_a_watcher_is_open_while_the_run_goes_on_and_closed_when_it_fails(text: 
     with pytest.raises(Diverged):
         train(diverging(text), tmp_path / "run", watcher=Several([doors]))
     assert doors.heard == ["open", "begin", "close"]
+
+
+# ------------------------------------------------------------------ what users bring
+
+
+class Learned(nn.Module):
+    """Starts from a state that it learns."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.h0 = nn.Parameter(torch.zeros(n))
+        self.U, self.W = nn.Linear(n_in, n), nn.Linear(n, n)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.tanh(self.h0).expand(batch, -1)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.W(h) + self.U(x))
+
+
+class Twice(nn.Module):
+    """Returns one tensor under two names."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.W = nn.Linear(n_in, n), nn.Linear(n, n)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.W(state[0]) + self.U(x))
+        return h, h
+
+
+@pytest.mark.parametrize("cell", [Learned, Twice, GRU])
+def test_a_class_is_a_cell_too(cell: type[nn.Module], text: Path, tmp_path: Path) -> None:
+    """Over several epochs, each of which begins from the initial state anew, and through the run folder."""
+    run = train(small(text, cell=cell, epochs=2.5), tmp_path / "run", save_every=0)
+    assert run.metrics[-1]["train"] < math.log(run.vocabulary.size)
+    again = resume(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), run.model.parameters(), strict=True))
+    if cell is Learned:
+        assert dict(run.model.named_parameters())["network.recurrent.layers.0.cell.cell.h0"].abs().max() > 0
+
+
+def test_a_class_without_a_file_is_refused() -> None:
+    class Inside(Twice):
+        pass
+
+    with pytest.raises(OptionError, match="Inside is not at the top of a file"):
+        Options(cell=Inside)  # type: ignore[arg-type]
+
+
+def test_one_source_may_be_given_as_it_is(text: Path, tmp_path: Path) -> None:
+    options = Options(sources=str(text), hidden_size=8, streams=4, epochs=0.1)  # type: ignore[arg-type]
+    assert train(options, tmp_path / "run").corpus().train in text.read_text()
+    assert open_run(tmp_path / "run").options.sources == (str(text),)
+
+
+def test_two_cannot_train_in_one_folder(text: Path, tmp_path: Path) -> None:
+    train(small(text, epochs=0.1), tmp_path / "run")
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="another process is training in"):
+        resume(tmp_path / "run")
+    resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("unit", ["bytes", "characters", "subwords"])
+def test_one_distinct_token_is_nothing_to_predict(unit: str, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a" * 500)
+    with pytest.raises(OptionError, match="nothing to predict|subwords"):
+        train(Options(sources=(str(tmp_path / "one.txt"),), unit=unit), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_can_be_opened_while_it_trains(text: Path, tmp_path: Path) -> None:
+    class Opening(Silent):
+        def step(self, step: int, loss: float) -> None:
+            assert open_run(tmp_path / "run").options.hidden_size == 8
+
+    train(small(text, epochs=0.3), tmp_path / "run", watcher=Opening(), save_every=0)

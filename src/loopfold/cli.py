@@ -1,6 +1,7 @@
 """The commands. Flags become objects here, once; what takes long to import is imported where it is used."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -83,7 +84,10 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="quick (a minute, the default), standard (ten) or words; other flags change it.")
+        str | None,
+        typer.Option(
+            help="quick (the default: a minute or two), standard (ten minutes) or words; other flags change it."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Shares of train/valid/test, such as 90/5/5.")] = None,
     valid: Annotated[str | None, typer.Option(help="A valid text of its own; then TEXT is all for training.")] = None,
@@ -180,12 +184,15 @@ def evaluate(
     text: Annotated[
         list[str] | None, typer.Argument(help="Another text to score, whole, in place of the run's own.")
     ] = None,
-    on: Annotated[str, typer.Option(help="Which part of the run's text: test, valid or train.")] = "test",
+    on: Annotated[
+        str | None, typer.Option(help="Which part of the run's text: test, valid or train; test, if there is one.")
+    ] = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Begin with an empty state every --window tokens, in place of carrying it.")
     ] = False,
     window: Annotated[int, typer.Option(min=1, help="Steps at a time; changes the value only with --cold.")] = 128,
     streams: Annotated[int, typer.Option(min=1, help="Parts read side by side; never changes the value.")] = 32,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
@@ -195,14 +202,18 @@ def evaluate(
     from loopfold.training.loop import open_run
     from loopfold.training.options import choose
 
-    found = open_run(run)
+    found = open_run(run, device)
     if text:
         tokens = found.vocabulary.encode(read_text(text))
     else:
-        tokens = held_out(found, found.corpus(), choose("part", on, ("test", "valid", "train")))
+        corpus = found.corpus()
+        on = on or ("test" if corpus.test else "valid")
+        tokens = held_out(found, corpus, choose("part", on, ("test", "valid", "train")))
     ledger = perplexity(found.model, tokens, streams=streams, window=window, carried=not cold)
     typer.echo(
-        json.dumps(ledger.as_json(), indent=1) if as_json else _describe(ledger, " ".join(text or []) or on, window)
+        json.dumps(ledger.as_json(), indent=1)
+        if as_json
+        else _describe(ledger, " ".join(text or []) or str(on), window)
     )
 
 
@@ -227,8 +238,9 @@ def _describe(ledger: "Ledger", text: str, window: int) -> str:
 )
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="One or more run folders on the same text.", show_default=False)],
-    on: Annotated[str, typer.Option(help="test or valid.")] = "test",
+    on: Annotated[str | None, typer.Option(help="test or valid; test by default, if there is one.")] = None,
     neural: Annotated[bool, typer.Option(help="Train the window and the convolution too.")] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
 ) -> None:
@@ -239,8 +251,10 @@ def compare(
     from loopfold.training.options import choose
     from loopfold.training.watching import Silent, Terminal
 
-    choose("part", on, ("test", "valid"))
-    opened = [open_run(path) for path in runs]
+    if on is not None:
+        choose("part", on, ("test", "valid"))
+    opened = [open_run(path, device) for path in runs]
+    on = on or ("test" if opened[0].corpus().test else "valid")
     rows = comparison.compare(
         opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
     )
@@ -261,7 +275,7 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
     table.add_column("model", no_wrap=True)
     for name in ("parameters", "of a table |V|ⁿ", "trained, tokens/s", "perplexity", "bits/char"):
         table.add_column(name, justify="right")
-    best = min(row.ledger.nll for row in rows)
+    best = min(row.ledger.bits_per_character or math.inf for row in rows)
     for row in rows:
         table.add_row(
             row.name,
@@ -270,8 +284,10 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
             f"{row.tokens_per_second:,.0f}" if row.parameters else "",
             f"{row.ledger.perplexity:,.3f}",
             "—" if row.ledger.bits_per_character is None else f"{row.ledger.bits_per_character:.3f}",
-            style="bold" if row.ledger.nll == best else None,
+            style="bold" if row.ledger.bits_per_character == best else None,
         )
+    if any(row.ledger.unknown for row in rows):
+        table.caption = f"unknown {ledger.unit}s, which every model scores as one kind: {ledger.unknown:,}"
     Console().print(table)
 
 

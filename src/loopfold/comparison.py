@@ -12,7 +12,7 @@ from loopfold.language.ngram import NGramLM
 from loopfold.text.corpus import Corpus
 from loopfold.text.vocabulary import Tokens
 from loopfold.training.folder import RunError
-from loopfold.training.loop import Run, open_run, resume, train
+from loopfold.training.loop import Run, resume, train
 from loopfold.training.options import OptionError
 from loopfold.training.watching import Silent, Watcher
 
@@ -20,7 +20,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "window": {"span": 10, "hidden_size": 128},
     "convolution": {"span": 16, "hidden_size": 128},
 }
-MOST = 12  # the order at which the search for the best n-gram ends
+MOST = 20  # the order at which the search for the best n-gram ends
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
 
 def compare(
     runs: Sequence[Run],
-    part: str = "test",
+    part: str | None = None,
     *,
     neural: bool = True,
     watcher: Callable[[str], Watcher] = lambda name: Silent(),
@@ -49,7 +49,7 @@ def compare(
 
     The baselines are those of the first run's text and vocabulary; every other run must be of the same text. The window
     and the convolution are trained as long as the first run was, in folders under its own, where a second comparison
-    finds them. `part` is "test" or "valid".
+    finds them. `part` is "test" or "valid"; by default test, or valid where there is no test text.
     """
     first = runs[0]
     corpus = first.corpus()
@@ -61,7 +61,8 @@ def compare(
     if neural:
         rows += [_row(_baseline(first, kind, watcher(kind)), kind, tokens) for kind in BASELINES]
     for run in runs:
-        rows.append(_row(run, name_of_run(run), held_out(run, corpus, part)))
+        name = name_of_run(run) + (f" ({run.path.name})" if len(runs) > 1 else "")
+        rows.append(_row(run, name, held_out(run, corpus, part)))
     return rows
 
 
@@ -72,13 +73,13 @@ def name_of_run(run: Run) -> str:
     return f"{kind} {' × '.join([str(options.hidden_size)] + [str(options.layers)] * (options.layers > 1))}"
 
 
-def held_out(run: Run, corpus: Corpus, part: str) -> Tokens:
-    """The test or the valid text, in the run's tokens."""
-    text = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}[part]
+def held_out(run: Run, corpus: Corpus, part: str | None) -> Tokens:
+    """The text of that part in the run's tokens; by default of the test text, or the valid one where there is none."""
+    texts = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}
+    text = texts[part] if part is not None else corpus.test or corpus.valid
     if not text:
-        raise OptionError(
-            f"the run has no {part} text: it was split {run.options.split}. Choose another part with --on."
-        )
+        have = " and ".join(name for name, other in texts.items() if other)
+        raise OptionError(f"the run has no {part or 'held-out'} text, only {have}: choose with --on.")
     return run.vocabulary.encode(text)
 
 
@@ -107,12 +108,10 @@ def ngrams(run: Run, corpus: Corpus, tokens: Tokens) -> list[Row]:
 def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
     """A window or a convolution, trained as the run was; found where it was trained before."""
     path: Path = run.path / "baselines" / kind
-    if not (path / "checkpoint.json").exists():
-        options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
-        return train(options, path, watcher=watcher)
-    found = open_run(path)
-    finished = found.metrics and found.metrics[-1]["epoch"] >= found.options.epochs
-    return found if finished else resume(path, watcher=watcher)
+    if (path / "checkpoint.json").exists():
+        return resume(path, watcher=watcher)
+    options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
+    return train(options, path, watcher=watcher)
 
 
 def _row(run: Run, name: str, tokens: Tokens) -> Row:

@@ -59,9 +59,11 @@ class Ledger:
         return None if not self.bytes else self.nll / math.log(2) / self.bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The totals, and what follows from them."""
+        """The totals, and what follows from them; None for what is no finite number, which JSON has not."""
         names = ("perplexity", "nats_per_token", "bits_per_token", "bits_per_character", "bits_per_byte")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        figures = asdict(self) | {name: getattr(self, name) for name in names}
+        infinite = {name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
+        return {name: None if name in infinite else value for name, value in figures.items()}
 
 
 def perplexity(
@@ -176,13 +178,15 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
 
 
 def _same(a: Context, b: Context | None) -> bool:
-    """Equal, up to rounding, each number measured by the largest in its column."""
+    """Equal, up to rounding: for each stream, measured by the largest number of its own state."""
     for x, y in zip(leaves(a), leaves(b), strict=True):
-        if not x.is_floating_point():
-            if not torch.equal(x, y):
-                return False
+        if torch.equal(x, y):
             continue
-        tolerance = min(100 * torch.finfo(x.dtype).eps, 1e-5)
-        if not bool(((x - y).abs() <= tolerance * y.abs().amax(0)).all()):
+        if not x.is_floating_point():
+            return False
+        # no tighter: from step to step each state is rounded anew, so two that have met still differ by a few eps
+        tolerance = min(100 * torch.finfo(x.dtype).eps, 1e-4)
+        difference, size = (t.abs().reshape(len(t), -1).amax(1) for t in (x - y, y))
+        if not bool((difference <= tolerance * size).all()):
             return False
     return True

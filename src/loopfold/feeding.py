@@ -168,7 +168,7 @@ class Sample(Pick):
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
+        if not 1e-6 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be above 0; {self.temperature} came. For the likeliest, type Greedy().")
         if self.top_k is not None:
             whole_number("Sample", "top_k", self.top_k)

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopfold.evaluation import evaluating
 from loopfold.feeding import Classes, Pick, Sample
 from loopfold.language.base import Context, LanguageModel, Next
+from loopfold.language.recurrent import as_language_model
 from loopfold.states import map_state, whole_number
 from loopfold.text.vocabulary import Vocabulary
 
@@ -24,7 +25,7 @@ class Beam:
 
 
 def generate(
-    model: LanguageModel,
+    model: nn.Module,
     vocabulary: Vocabulary,
     prompt: str = "",
     length: int = 200,
@@ -45,6 +46,7 @@ def generate(
     'cabca'
     """
     whole_number("generate", "length", length)
+    model = as_language_model(model)
     unknown = vocabulary.unknown_in(prompt)
     if unknown:
         raise ValueError(

@@ -66,5 +66,7 @@ def join_processes(device: str) -> Processes:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return Processes()
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # a GPU for each
+        _reach(lambda: dist.init_process_group("nccl" if device.startswith("cuda") else "gloo"))
     return Processes(dist.get_rank(), dist.get_world_size(), device)

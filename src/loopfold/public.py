@@ -25,7 +25,7 @@ from loopfold.feeding import (
 )
 from loopfold.generation import Beam, generate
 from loopfold.gradients import GradientFlow, gradient_flow, per_step_gradients
-from loopfold.language.base import LanguageModel
+from loopfold.language.base import Context, LanguageModel, Next, Scored
 from loopfold.language.ngram import NGramLM
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.language.window import ConvolutionLM, WindowLM
@@ -38,12 +38,15 @@ from loopfold.patterns import (
     SequenceToSequence,
     VectorToSequence,
 )
+from loopfold.processes import Processes
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout, from_torch, to_torch
 from loopfold.stepgraph.trace import StepGraph, step_graph
-from loopfold.text.corpus import Corpus, read_corpus
+from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
-from loopfold.training.loop import Run, open_run, resume, train
-from loopfold.training.options import Options, preset
+from loopfold.training.folder import RunError
+from loopfold.training.loop import Diverged, Run, Stopped, open_run, resume, train
+from loopfold.training.options import OptionError, Options, preset
+from loopfold.training.watching import Terminal, Watcher
 from loopfold.transitions import (
     GRU,
     LSTM,
@@ -68,8 +71,11 @@ __all__ = [
     "Characters",
     "Classes",
     "Coin",
+    "Context",
     "ConvolutionLM",
     "Corpus",
+    "CorpusError",
+    "Diverged",
     "Elman",
     "Embedded",
     "EncoderDecoder",
@@ -87,12 +93,15 @@ __all__ = [
     "Ledger",
     "Looped",
     "NGramLM",
+    "Next",
+    "OptionError",
     "Options",
     "Orthogonal",
     "OutputRecurrence",
     "Outputs",
     "Pick",
     "Prediction",
+    "Processes",
     "Ramp",
     "Reals",
     "Recurrence",
@@ -100,17 +109,21 @@ __all__ = [
     "RecurrentLM",
     "Row",
     "Run",
+    "RunError",
     "Sample",
     "ScaledIdentity",
     "ScheduledSampling",
+    "Scored",
     "SequenceToOne",
     "SequenceToSequence",
     "Sequential",
     "Soft",
     "Stacked",
     "StepGraph",
+    "Stopped",
     "Subwords",
     "TeacherForcing",
+    "Terminal",
     "Tokens",
     "Transition",
     "Unfolding",
@@ -118,6 +131,7 @@ __all__ = [
     "VariationalDropout",
     "VectorToSequence",
     "Vocabulary",
+    "Watcher",
     "WindowLM",
     "Words",
     "bptt",

@@ -101,7 +101,9 @@ def as_layer(layer: RecurrentLayer | Step) -> RecurrentLayer:
 
 
 class VariationalDropout(nn.Module):
-    """Dropout with one mask for all steps of a sequence: the same units are silent throughout (Gal, Ghahramani, 2016).
+    """Dropout with one mask for all steps of a sequence, so that the same units are silent throughout.
+
+    Gal and Ghahramani (2016) put such masks on what a layer reads; `Stacked` does so between its layers.
 
     >>> kept = VariationalDropout(0.5)(torch.ones(7, 2, 5))
     >>> bool((kept == kept[0]).all())

@@ -29,11 +29,12 @@ class FixedContextLM(LanguageModel):
 
     span: int
 
-    def __init__(self, vocabulary_size: int, embedding_size: int) -> None:
+    def __init__(self, vocabulary_size: int, embedding_size: int, dropout: float) -> None:
         super().__init__()
         self.vocabulary_size = whole_number(type(self).__name__, "vocabulary_size", vocabulary_size)
         whole_number(type(self).__name__, "embedding_size", embedding_size)
         self.embedding = nn.Embedding(vocabulary_size + 1, embedding_size)  # the last row: no token there
+        self.dropout = nn.Dropout(dropout)  # on what the readout reads
 
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
@@ -68,8 +69,10 @@ class WindowLM(FixedContextLM):
     torch.Size([4, 1])
     """
 
-    def __init__(self, vocabulary_size: int, span: int, embedding_size: int, hidden_size: int) -> None:
-        super().__init__(vocabulary_size, embedding_size)
+    def __init__(
+        self, vocabulary_size: int, span: int, embedding_size: int, hidden_size: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__(vocabulary_size, embedding_size, dropout)
         self.span = whole_number("WindowLM", "span", span)
         self.U = nn.Parameter(_uniform(span, embedding_size, hidden_size, fan_in=span * embedding_size))
         self.b = nn.Parameter(torch.zeros(hidden_size))
@@ -82,7 +85,7 @@ class WindowLM(FixedContextLM):
             parts = [F.embedding(p, self.embedding.weight @ U) for p, U in zip(places, self.U, strict=True)]
         else:
             parts = [self.embedding(p) @ U for p, U in zip(places, self.U, strict=True)]
-        return self.readout(torch.tanh(sum(parts, self.b)))
+        return self.readout(self.dropout(torch.tanh(sum(parts, self.b))))
 
 
 class ConvolutionLM(FixedContextLM):
@@ -97,8 +100,8 @@ class ConvolutionLM(FixedContextLM):
     torch.Size([4, 1])
     """
 
-    def __init__(self, vocabulary_size: int, width: int, layers: int, hidden_size: int) -> None:
-        super().__init__(vocabulary_size, hidden_size)
+    def __init__(self, vocabulary_size: int, width: int, layers: int, hidden_size: int, dropout: float = 0.0) -> None:
+        super().__init__(vocabulary_size, hidden_size, dropout)
         self.width = whole_number("ConvolutionLM", "width", width)
         self.span = self.width ** whole_number("ConvolutionLM", "layers", layers)
         n = hidden_size
@@ -113,7 +116,7 @@ class ConvolutionLM(FixedContextLM):
             tau = len(h) - (self.width - 1) * d
             seen = torch.cat([h[j * d : j * d + tau] for j in range(self.width)], -1)  # [τ, batch, width·n]
             h = h[-tau:] + torch.relu(b + seen @ U)
-        return self.readout(h)
+        return self.readout(self.dropout(h))
 
 
 def _uniform(*shape: int, fan_in: int) -> Tensor:

@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from shlex import quote
+from typing import TextIO
 
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
@@ -136,10 +138,8 @@ def _read(source: str) -> str:
         return python_docs()
     path, name = Path(source), _STDIN if source == "-" else source
     try:
-        if source == "-" and sys.stdin.isatty():
-            raise CorpusError(f"{_STDIN} is the keyboard: pipe the text in, as in cat text.txt | loopfold train -")
         if source == "-":
-            text = _decode(sys.stdin.buffer.read(), name)
+            text = _decode(_read_stdin(sys.stdin), name)
         else:
             files = _files(path) if path.is_dir() else [path]
             text = _join([_decode(file.read_bytes(), str(file)) for file in files])
@@ -153,6 +153,14 @@ def _read(source: str) -> str:
     if not text.strip():
         raise CorpusError(f"{name} is empty: name a file with text, or type {PYTHON_DOCS} to try without one.")
     return text
+
+
+@cache
+def _read_stdin(stream: TextIO) -> bytes:
+    """All of it; a second time, what the first gave."""
+    if stream.isatty():
+        raise CorpusError(f"{_STDIN} is the keyboard: pipe the text in, as in cat text.txt | loopfold train -")
+    return stream.buffer.read()
 
 
 def _files(folder: Path) -> list[Path]:

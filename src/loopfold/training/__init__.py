@@ -1,1 +1,1 @@
-"""Training: options, folder, processes, loop."""
+"""Training: options, folder, watching, loop."""

@@ -3,6 +3,7 @@
     config.json                 options, seed, versions, the corpus and its checksum
     vocabulary.json
     cell.py                     the user's own cell, where the run has one
+    stdin.txt                   the text, where it came from standard input
     metrics.jsonl               a line for every entry of the learning curve
     weights-1200.safetensors    the model after 1,200 steps; also the one that was best on the valid text
     state-1200.safetensors      the optimiser, and the state carried from window to window
@@ -19,7 +20,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.text.corpus import read_text
 from loopfold.training.options import Options
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 
@@ -56,10 +62,11 @@ class RunFolder:
     ) -> "RunFolder":
         """A new folder with a checkpoint of step 0, or none. Nothing that is there already is overwritten."""
         folder = RunFolder(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            word = "--resume it" if (path / "checkpoint.json").exists() else "remove it"
-            raise RunError(f"{path} is there already: choose another --out, or {word}.")
         with _writing(path):
+            there = path.exists()
+            if there and (not path.is_dir() or any(path.iterdir())):
+                word = "--resume it" if (path / "checkpoint.json").exists() else "remove it"
+                raise RunError(f"{path} is there already: choose another --out, or {word}.")
             path.mkdir(parents=True, exist_ok=True)
         config = {
             "format": FORMAT,
@@ -70,23 +77,31 @@ class RunFolder:
         try:
             if ":" in options.cell:
                 folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
+            if "-" in (*options.sources, options.valid, options.test):
+                folder._write("stdin.txt", read_text(["-"]).encode())
             folder._write("vocabulary.json", _json(vocabulary))
             folder._write("config.json", _json(config))
             folder._write("metrics.jsonl", b"")
             folder.save(0, progress, weights, {}, best=True)
-        except RunError:
-            shutil.rmtree(path, ignore_errors=True)  # it was empty, or not there
+        except BaseException:
+            for file in path.iterdir():  # all ours: it was empty, or not there
+                file.unlink(missing_ok=True)
+            if not there:
+                path.rmdir()
             raise
         return folder
 
     @staticmethod
     def open(path: Path) -> "RunFolder":
         """The run at `path`, every one of its files checked."""
-        if not path.is_dir():
-            raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
         folder = RunFolder(path)
-        if not (path / "config.json").is_file():
-            raise RunError(f"{path} is no run folder: it has no config.json.")
+        try:
+            if not path.is_dir():
+                raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
+            if not (path / "config.json").is_file():
+                raise RunError(f"{path} is no run folder: it has no config.json.")
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}.") from error
         config = folder._read_json("config.json")
         if config.get("format") != FORMAT:
             raise RunError(
@@ -112,10 +127,13 @@ class RunFolder:
 
     @property
     def options(self) -> Options:
-        """The options, with a cell of the user's own taken from the folder."""
+        """The options, with what the folder keeps taken from it: the user's own cell, a text from standard input."""
         data = dict(self.config["options"])
         if ":" in data["cell"]:
             data["cell"] = f"{self.path / 'cell.py'}:{data['cell'].rpartition(':')[2]}"
+        kept = {"-": str(self.path / "stdin.txt")}
+        data["sources"] = [kept.get(source, source) for source in data["sources"]]
+        data |= {name: kept.get(data[name], data[name]) for name in ("valid", "test")}
         return Options.from_json(data)
 
     @property
@@ -129,6 +147,13 @@ class RunFolder:
         if data.pop("sha256", None) != _sha256(_json(data)):
             raise RunError(f"{self.path / 'checkpoint.json'} is damaged or was altered: its SHA-256 is not its own.")
         return data
+
+    def step(self) -> int | None:
+        """The step of the last checkpoint; None where there is none, or none that can be read."""
+        try:
+            return self.checkpoint["step"]
+        except RunError:
+            return None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -151,6 +176,19 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())  # a checkpoint that counts it must not reach the disk first
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While open, no other process trains here. The system lets go of the lock when a process ends, however."""
+        with _writing(self.path):
+            file = (self.path / "lock").open("w")
+        with file:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunError(f"another process is training in {self.path}: wait for it, or stop it.") from error
+            yield
+
     def rewind(self) -> None:
         """Forget what was logged after the last checkpoint, and files that no checkpoint names."""
         with _writing(self.path):
@@ -172,7 +210,7 @@ class RunFolder:
         }
         if best_name != weights_name:
             digests[best_name] = before["files"][best_name]
-        for name in ("config.json", "vocabulary.json", "cell.py"):
+        for name in ("config.json", "vocabulary.json", "cell.py", "stdin.txt"):
             if (self.path / name).exists():
                 digests[name] = before["files"][name] if before else _sha256((self.path / name).read_bytes())
         metrics = (self.path / "metrics.jsonl").read_bytes()

@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Run:
 
     def corpus(self) -> Corpus:
         """The text that it was trained on, read again; it must not have changed."""
-        return _read_again(self.options, self.config["corpus"])
+        return _read_again(self.options, RunFolder(self.path))
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,26 @@ def train(options: Options, out: str | Path, *, watcher: Watcher = Silent(), sav
     _check_device(options.device)
     processes = join_processes(options.device)
     _check_shares(options.streams, processes)
-    corpus = _read(options, processes)
+    _check_text(options, processes)
+    corpus = read_corpus(options.sources, options.split, options.valid, options.test)
+    if options.patience is not None and not corpus.valid:
+        raise OptionError("patience needs a valid text to watch, and there is none: leave it out, or give one.")
     folder = RunFolder(Path(out))
     if processes.first:
         vocabulary = make_vocabulary(options, corpus.train)
-        _check_vocabulary(vocabulary)
+        train_ids = vocabulary.encode(corpus.train).ids
+        distinct = len({*train_ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
+        if distinct < 2:
+            raise OptionError(f"the text has only {distinct} distinct {vocabulary.unit}: there is nothing to predict.")
+        _check_shares(min(options.streams, len(train_ids)), processes)
         model = make_model(options, vocabulary.size)
         _try(model, options)  # before anything is written: a cell may not fit
-        tokens = len(vocabulary.encode(corpus.train))
-        about = {"name": corpus.name, "sha256": corpus.sha256, "characters": len(corpus.train), "tokens": tokens}
+        about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(train_ids)}
         start = asdict(Progress()), _weights(model)
         folder = RunFolder.create(Path(out), options.from_anywhere(), about, vocabulary.as_json(), *start)
     with _together(folder):
         processes.any(False)  # the others wait here until the folder is there
+    _check_same_text(corpus, folder)
     return _go_on(folder, corpus, processes, watcher, save_every)
 
 
@@ -94,7 +101,7 @@ def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float =
     options = folder.options
     _check_device(options.device)
     processes = join_processes(options.device)
-    corpus = _read_again(options, folder.config["corpus"])
+    corpus = _read_again(options, folder)
     if processes.first:
         folder.rewind()
     with _together(folder):
@@ -103,14 +110,21 @@ def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float =
 
 
 def open_run(path: str | Path, device: str = "cpu") -> Run:
-    """The run in a folder, ready to be evaluated and to generate."""
+    """The run in a folder, ready to be evaluated and to generate. It may be training at the same time."""
     _check_device(device)
-    folder = RunFolder.open(Path(path))
-    options = folder.options
-    vocabulary = vocabulary_from_json(folder.vocabulary)
-    model = make_model(options, vocabulary.size)
-    _load_weights(model, folder, folder.checkpoint["best"])
-    return Run(Path(path), options, vocabulary, model.to(device).eval(), folder.metrics, folder.config)
+    for _ in range(5):
+        before = RunFolder(Path(path)).step()
+        try:
+            folder = RunFolder.open(Path(path))
+            options, config, metrics = folder.options, folder.config, folder.metrics
+            vocabulary = vocabulary_from_json(folder.vocabulary)
+            model = make_model(options, vocabulary.size)
+            _load_weights(model, folder, folder.checkpoint["best"])
+            break
+        except (RunError, OSError):  # perhaps a new checkpoint has come meanwhile, and its files gone
+            if RunFolder(Path(path)).step() == before:
+                raise
+    return Run(Path(path), options, vocabulary, model.to(device).eval(), metrics, config)
 
 
 # ------------------------------------------------------------------ the loop
@@ -123,7 +137,8 @@ def _go_on(folder: RunFolder, corpus: Corpus, processes: Processes, watcher: Wat
     model = make_model(options, vocabulary.size)
     _load_weights(model, folder, folder.checkpoint["weights"])
     model.to(options.device)
-    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(folder):
+    alone = folder.locked() if processes.first else nullcontext()
+    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, alone, watcher, _together(folder):
         _loop(folder, options, model, train_tokens, valid_tokens, processes, watcher, interrupts, save_every)
         processes.any(False)  # until the first process has written the last checkpoint
     return open_run(folder.path)
@@ -150,7 +165,14 @@ def _loop(
     optimiser = _optimiser(options, model)
     progress = Progress(**folder.checkpoint["progress"])
     context = processes.share(_load_state(folder, model, optimiser, cold))
-    parallel = nn.parallel.DistributedDataParallel(model) if processes.count > 1 else model
+    learned = any(
+        leaf.requires_grad for leaf in leaves(cold)
+    )  # an initial state that only an epoch's first window reads
+    parallel: nn.Module = model
+    if processes.count > 1:
+        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=learned)
+    if progress.step >= steps or _out_of_patience(progress, options):
+        return  # it has come to its end already
     watcher.begin(Plan(str(folder.path), options, model, steps, len(streams), len(train_tokens), progress.step))
     begun = saved_at = time.monotonic()
     already = progress.seconds
@@ -160,17 +182,12 @@ def _loop(
         if processes.first:
             folder.save(progress.step, asdict(progress), _weights(model), _state(model, optimiser, whole), best)
 
-    def log(entry: dict[str, Any]) -> None:
-        watcher.entry(entry)
-        if processes.first:
-            folder.log(entry)
-
     model.train()
     while progress.step < steps and not _out_of_patience(progress, options):
         # one window: forwards, backwards, a step downhill
         epoch, place = divmod(progress.step, len(streams))
         if place == 0:
-            context = processes.share(cold)
+            context = processes.share(model.initial_context(streams.count))
         window = mine[place]
         rate = _set_rate(optimiser, options, progress.step, steps)
         torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
@@ -187,11 +204,7 @@ def _loop(
         flags = torch.tensor([float(interrupts.number), float(due and processes.first)], dtype=torch.float64)
         total, norms, stop, due_now = processes.sum(torch.cat([figures, flags])).tolist()
         if not math.isfinite(total + norms):
-            raise Diverged(
-                f"at step {progress.step + 1} the loss is {total / count:.4g} and the gradient's norm "
-                f"{norms / processes.count:.4g}, so training stopped. The last good checkpoint, of step "
-                f"{folder.checkpoint['step']}, is in {folder.path}. Start anew with a lower --learning-rate or --clip."
-            )
+            raise _diverged(folder, progress.step + 1, "loss", total / count, norms / processes.count)
         optimiser.step()
         context = map_state(Tensor.detach, scored.context)
         progress = replace(
@@ -219,19 +232,31 @@ def _loop(
             progress = replace(progress, nll=0.0, tokens=0)
             if evaluate:
                 ledger = perplexity(model, valid_tokens, processes=processes)
+                if math.isnan(ledger.nll):
+                    raise _diverged(folder, progress.step, "valid loss", ledger.nll, norms / processes.count)
                 entry["valid"] = ledger.nats_per_token
                 best = progress.best is None or ledger.nats_per_token < progress.best
                 if best:
                     progress = replace(progress, best=ledger.nats_per_token, misses=0)
                 else:
                     progress = replace(progress, misses=progress.misses + 1)
-            log(entry)
+            if processes.first:
+                folder.log(entry)
+            watcher.entry(entry)
         if evaluate or at_end or stop or due_now:
             save(best)
             saved_at = time.monotonic()
         if stop and not at_end:
             number = interrupts.number or int(signal.SIGTERM)
             raise Stopped(f"stopped at step {progress.step} of {steps}; everything is saved in {folder.path}.", number)
+
+
+def _diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float) -> Diverged:
+    return Diverged(
+        f"at step {step} the {what} is {loss:.4g} and the gradient's norm {norm:.4g}, so training stopped. "
+        f"The last good checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}. "
+        f"Start anew with a lower --learning-rate or --clip."
+    )
 
 
 def _out_of_patience(progress: Progress, options: Options) -> bool:
@@ -306,23 +331,20 @@ def _together(folder: RunFolder) -> Iterator[None]:
 # ------------------------------------------------------------------ the text
 
 
-def _read(options: Options, processes: Processes) -> Corpus:
-    if "-" in options.sources and processes.count > 1:
+def _check_text(options: Options, processes: Processes) -> None:
+    if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
-    return read_corpus(options.sources, options.split, options.valid, options.test)
 
 
-def _read_again(options: Options, about: dict[str, Any]) -> Corpus:
+def _read_again(options: Options, folder: RunFolder) -> Corpus:
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
-    if corpus.sha256 != about["sha256"]:
-        raise RunError(f"the text of {corpus.name} has changed since the run began, so they no longer belong together.")
+    _check_same_text(corpus, folder)
     return corpus
 
 
-def _check_vocabulary(vocabulary: Vocabulary) -> None:
-    known = vocabulary.size - (vocabulary.unknown is not None) - (vocabulary.end is not None)
-    if known < 2:
-        raise OptionError(f"the text has only {known} distinct {vocabulary.unit}: there is nothing to predict.")
+def _check_same_text(corpus: Corpus, folder: RunFolder) -> None:
+    if corpus.sha256 != folder.config["corpus"]["sha256"]:
+        raise RunError(f"the text of {corpus.name} has changed since the run began: {folder.path} needs the old one.")
 
 
 # ------------------------------------------------------------------ to disk and back
@@ -351,7 +373,8 @@ def _state(model: nn.Module, optimiser: torch.optim.Optimizer, context: Context)
         for key, value in entries.items()
         if value is not None
     }
-    return tensors | {f"context/{i}": leaf.cpu().contiguous() for i, leaf in enumerate(leaves(context))}
+    # clones, since a state may hold one tensor twice, which safetensors does not store
+    return tensors | {f"context/{i}": leaf.cpu().clone() for i, leaf in enumerate(leaves(context))}
 
 
 def _load_state(folder: RunFolder, model: nn.Module, optimiser: torch.optim.Optimizer, cold: Context) -> Context:

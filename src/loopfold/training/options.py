@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ class Options:
 
     # the model
     model: str = "recurrent"
-    cell: str = "gru"
+    cell: str = "gru"  # a name, "path/to/file.py:Class", or a class itself, which then becomes one of these
     hidden_size: int = 256
     layers: int = 1
     embedding_size: int | None = None  # None: the hidden size
@@ -72,6 +73,10 @@ class Options:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if isinstance(self.sources, str):
+            object.__setattr__(self, "sources", (self.sources,))
+        if isinstance(self.cell, type):
+            object.__setattr__(self, "cell", _name_of_cell(self.cell))
         for name, known in (
             ("unit", UNITS),
             ("model", MODELS),
@@ -185,10 +190,10 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
     with torch.random.fork_rng(devices=[]), _mended():
         torch.manual_seed(options.seed)
         if options.model == "window":
-            return WindowLM(vocabulary_size, options.span, options.embedding_size or n, n)
+            return WindowLM(vocabulary_size, options.span, options.embedding_size or n, n, options.dropout)
         if options.model == "convolution":
             layers = max(1, (options.span - 1).bit_length())
-            return ConvolutionLM(vocabulary_size, 2, layers, n)
+            return ConvolutionLM(vocabulary_size, 2, layers, n, options.dropout)
         embedding_size = None if options.one_hot else options.embedding_size or n
         first = vocabulary_size if embedding_size is None else embedding_size
         cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]
@@ -202,7 +207,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
                 tied=options.tied,
             )
         except ValueError as error:
-            raise OptionError(f"{error} Or untie them: --no-tied.") from error
+            raise OptionError(f"{error} Or untie them: --no-tied." if options.tied else str(error)) from error
 
 
 @contextmanager
@@ -212,6 +217,19 @@ def _mended() -> Iterator[None]:
         yield
     except ValueError as error:
         raise OptionError(str(error)) from error
+
+
+def _name_of_cell(kind: type[nn.Module]) -> str:
+    """A class as a run folder can name it."""
+    for name, own in CELLS.items():
+        if kind is own:
+            return name
+    path = inspect.getsourcefile(kind) or ""
+    if not Path(path).is_file() or "." in kind.__qualname__:
+        raise OptionError(
+            f"{kind.__name__} is not at the top of a file, and a run folder keeps its file: put it in one."
+        )
+    return f"{path}:{kind.__name__}"
 
 
 def make_cell(name: str, input_size: int, hidden_size: int) -> nn.Module:

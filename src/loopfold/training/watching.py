@@ -108,6 +108,7 @@ class Terminal(Watcher):
 
     def begin(self, plan: Plan) -> None:
         self.plan = plan
+        self.progress.start()
         self.loss, self.since, self.at = math.nan, time.monotonic(), plan.begin
         self.task = self.progress.add_task(
             "", total=plan.steps, completed=plan.begin, loss=math.nan, speed=0.0, curve=""
@@ -137,16 +138,16 @@ class Terminal(Watcher):
         self.progress.update(self.task, curve=sparkline(self.curve))
         self.progress.console.print(
             f"{entry['epoch']:>6.1f} {entry['step']:>7,} {entry['train']:>7.3f} {entry['valid']:>7.3f} "
-            f"{math.exp(entry['valid']):>11.2f}",
+            f"{math.exp(min(entry['valid'], 700)):>11.2f}",
             highlight=False,
         )
 
     def __enter__(self) -> "Terminal":
-        self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        if self.progress.live.is_started:
+            self.progress.stop()
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:
@@ -155,7 +156,7 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
     >>> sparkline([3.0, 2.0, 1.5, 1.0])
     '█▅▃▁'
     """
-    kept = values[-width:]
+    kept = [v for v in values[-width:] if math.isfinite(v)] or [0.0]
     low, high = min(kept), max(kept)
     scale = 7 / (high - low) if high > low else 0
     return "".join("▁▂▃▄▅▆▇█"[int((v - low) * scale + 0.5)] for v in kept)
@@ -170,6 +171,7 @@ class TensorBoard(Watcher):
         except ImportError as error:
             raise ImportError("TensorBoard is not installed: type pip install 'loopfold[tensorboard]'.") from error
         self.writer_at = SummaryWriter
+        self.writer: Any = None
 
     def begin(self, plan: Plan) -> None:
         self.writer = self.writer_at(plan.path, purge_step=plan.begin + 1)
@@ -185,5 +187,5 @@ class TensorBoard(Watcher):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if hasattr(self, "writer"):
+        if self.writer is not None:
             self.writer.close()
