@@ -179,15 +179,17 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """While open, no other process trains here. The system lets go of the lock when a process ends, however."""
-        with _writing(self.path):
-            file = (self.path / "lock").open("w")
-        with file:
-            try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunError(f"another process is training in {self.path}: wait for it, or stop it.") from error
+        if fcntl is None:
             yield
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise RunError(f"another process is training in {self.path}: wait for it, or stop it.") from error
+        finally:
+            os.close(descriptor)
 
     def rewind(self) -> None:
         """Forget what was logged after the last checkpoint, and files that no checkpoint names."""
