@@ -17,8 +17,8 @@ from loopfold.training.options import OptionError
 from loopfold.training.watching import Silent, Watcher
 
 BASELINES: dict[str, dict[str, Any]] = {
-    "window": {"span": 10, "hidden_size": 128},
-    "convolution": {"span": 16, "hidden_size": 128},
+    "window": {"span": 10, "hidden_size": 128, "dropout": 0.0},
+    "convolution": {"span": 16, "hidden_size": 128, "dropout": 0.0},
 }
 MOST = 20  # the order at which the search for the best n-gram ends
 
