@@ -127,7 +127,7 @@ class Options:
 
 
 # A preset says how large a model is and how it learns. With two cores, and a megabyte of text: two minutes (quick) and
-# ten (standard); `words` takes ten minutes for a million words of which ten thousand are distinct.
+# ten (standard); `words` takes some twenty minutes for a million words, of which ten thousand are distinct.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "hidden_size": 320,
