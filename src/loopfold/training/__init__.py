@@ -1,1 +1,1 @@
-"""Training: options, folder, watching, loop."""
+"""Training: options, folder, checkpoint, watching, loop."""

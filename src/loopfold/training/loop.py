@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loopfold.evaluation import perplexity
-from loopfold.language.base import Context, LanguageModel
+from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes, ProcessLost, join_processes
-from loopfold.states import leaves, map_state, rebuild
+from loopfold.states import leaves, map_state
 from loopfold.text.corpus import Corpus, read_corpus
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens, Vocabulary, vocabulary_from_json
+from loopfold.training.checkpoint import load_state, load_weights, state_of, weights_of
 from loopfold.training.folder import RunError, RunFolder
 from loopfold.training.options import OptionError, Options, make_model, make_vocabulary
 from loopfold.training.watching import Plan, Silent, Watcher
@@ -87,7 +88,7 @@ def train(options: Options, out: str | Path, *, watcher: Watcher = Silent(), sav
         model = make_model(options, vocabulary.size)
         _try(model, options)  # before anything is written: a cell may not fit
         about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(train_ids)}
-        start = asdict(Progress()), _weights(model)
+        start = asdict(Progress()), weights_of(model)
         folder = RunFolder.create(Path(out), options.from_anywhere(), about, vocabulary.as_json(), *start)
     with _together(folder):
         processes.any(False)  # the others wait here until the folder is there
@@ -119,7 +120,7 @@ def open_run(path: str | Path, device: str = "cpu") -> Run:
             options, config, metrics = folder.options, folder.config, folder.metrics
             vocabulary = vocabulary_from_json(folder.vocabulary)
             model = make_model(options, vocabulary.size)
-            _load_weights(model, folder, folder.checkpoint["best"])
+            load_weights(model, folder, folder.checkpoint["best"])
             break
         except (RunError, OSError):  # perhaps a new checkpoint has come meanwhile, and its files gone
             if RunFolder(Path(path)).step() == before:
@@ -135,7 +136,7 @@ def _go_on(folder: RunFolder, corpus: Corpus, processes: Processes, watcher: Wat
     vocabulary = vocabulary_from_json(folder.vocabulary)
     train_tokens, valid_tokens = vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid)
     model = make_model(options, vocabulary.size)
-    _load_weights(model, folder, folder.checkpoint["weights"])
+    load_weights(model, folder, folder.checkpoint["weights"])
     model.to(options.device)
     alone = folder.locked() if processes.first else nullcontext()
     with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, alone, watcher, _together(folder):
@@ -164,7 +165,7 @@ def _loop(
 
     optimiser = _optimiser(options, model)
     progress = Progress(**folder.checkpoint["progress"])
-    context = processes.share(_load_state(folder, model, optimiser, cold))
+    context = processes.share(load_state(folder, model, optimiser, cold))
     learned = any(
         leaf.requires_grad for leaf in leaves(cold)
     )  # an initial state that only an epoch's first window reads
@@ -180,7 +181,7 @@ def _loop(
     def save(best: bool) -> None:
         whole = processes.gather(context)
         if processes.first:
-            folder.save(progress.step, asdict(progress), _weights(model), _state(model, optimiser, whole), best)
+            folder.save(progress.step, asdict(progress), weights_of(model), state_of(model, optimiser, whole), best)
 
     model.train()
     while progress.step < steps and not _out_of_patience(progress, options):
@@ -345,53 +346,6 @@ def _read_again(options: Options, folder: RunFolder) -> Corpus:
 def _check_same_text(corpus: Corpus, folder: RunFolder) -> None:
     if corpus.sha256 != folder.config["corpus"]["sha256"]:
         raise RunError(f"the text of {corpus.name} has changed since the run began: {folder.path} needs the old one.")
-
-
-# ------------------------------------------------------------------ to disk and back
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())  # those that are shared come once
-    return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-
-
-def _load_weights(model: nn.Module, folder: RunFolder, name: str) -> None:
-    stored = folder.tensors(name)
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
-    if {k: v.shape for k, v in stored.items()} != {k: v.shape for k, v in own.items()}:
-        raise RunError(f"{folder.path / name} does not fit the model of config.json.")
-    with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(stored[key])
-
-
-def _state(model: nn.Module, optimiser: torch.optim.Optimizer, context: Context) -> dict[str, Tensor]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {
-        f"optimiser/{names[parameter]}/{key}": value.detach().cpu().contiguous()
-        for parameter, entries in optimiser.state.items()
-        for key, value in entries.items()
-        if value is not None
-    }
-    # clones, since a state may hold one tensor twice, which safetensors does not store
-    return tensors | {f"context/{i}": leaf.cpu().clone() for i, leaf in enumerate(leaves(context))}
-
-
-def _load_state(folder: RunFolder, model: nn.Module, optimiser: torch.optim.Optimizer, cold: Context) -> Context:
-    """Fill the optimiser; the carried state, which is `cold` before the first step."""
-    stored = folder.tensors(folder.checkpoint["state"])
-    if not stored:
-        return cold
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    entries: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in stored.items():
-        kind, _, rest = key.partition("/")
-        if kind == "optimiser":
-            name, _, entry = rest.rpartition("/")
-            entries.setdefault(names.index(name), {})[entry] = tensor
-    optimiser.load_state_dict({"state": entries, "param_groups": optimiser.state_dict()["param_groups"]})
-    parts = (stored[f"context/{i}"].to(leaf.device) for i, leaf in enumerate(leaves(cold)))
-    return rebuild(cold, parts)
 
 
 # ------------------------------------------------------------------ signals
