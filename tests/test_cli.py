@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import loopfold as lf
 from loopfold import cli, comparison
 from loopfold.text.vocabulary import Characters
 from loopfold.training.loop import open_run
@@ -396,7 +397,10 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "unknown model": (("train", "text.txt", *NEW, "--model", "windw"), "no model 'windw'; .* Did you mean 'window'?"),
     "unknown optimiser": (("train", "text.txt", *NEW, "--optimiser", "adam"), "Did you mean 'adamw'?"),
     "unknown schedule": (("train", "text.txt", *NEW, "--schedule", "cos"), "Did you mean 'cosine'?|choose from"),
-    "two shares": (("train", "text.txt", *NEW, "--split", "90/10"), "--split takes shares .* such as 90/5/5; '90/10'"),
+    "two shares": (
+        ("train", "text.txt", *NEW, "--split", "90/10"),
+        "--split takes shares .* such as 90/5/5, or 90/10/0; '90/10'",
+    ),
     "no numbers": (("train", "text.txt", *NEW, "--split", "most"), "--split takes shares .*; 'most' came"),
     "no training": (("train", "text.txt", *NEW, "--split", "0/1/1"), "the first above 0, such as 90, 5, 5"),
     "a size of 0": (("train", "text.txt", *NEW, "--hidden-size", 0), "hidden_size must be at least 1; 0 came"),
@@ -583,3 +587,22 @@ def test_a_text_from_standard_input_is_kept_with_the_run(here: Path) -> None:
     names = [row["name"] for row in json.loads(worked("compare", "piped", "--json"))["rows"]]
     assert names[-3:] == ["window", "convolution", "gru 8"]
     worked("train", "--resume", "piped", "--quiet")
+
+
+def test_a_text_that_the_model_does_not_know_is_said_to_be_one(here: Path) -> None:
+    (here / "other.txt").write_text("世界你好。\n" * 20)
+    assert "of this text is unknown to the model" in worked("evaluate", "run", "other.txt")
+    assert "unknown to the model" not in worked("evaluate", "run")
+    refused("choose one: another text, or --on", "evaluate", "run", "other.txt", "--on", "valid")
+
+
+def test_no_figure_of_the_table_is_cut_off(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    worked("train", "text.txt", "--out", "bytes", *TINY, "--epochs", "0.1", "--unit", "bytes")
+    shown = worked("compare", "run", "bytes", "--no-neural")
+    assert "…" not in shown
+    assert "gru 8 (bytes), bytes" in shown  # perplexities of different units cannot be compared
+
+
+def test_the_version() -> None:
+    assert worked("--version") == f"{lf.__version__}\n"

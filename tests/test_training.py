@@ -679,6 +679,12 @@ def test_a_class_is_a_cell_too(cell: type[nn.Module], text: Path, tmp_path: Path
         assert dict(run.model.named_parameters())["network.recurrent.layers.0.cell.cell.h0"].abs().max() > 0
 
 
+def test_a_class_of_the_script_that_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Twice, "__module__", "__main__")
+    with pytest.raises(OptionError, match="put Twice in a file of its own and import it"):
+        Options(cell=Twice)  # type: ignore[arg-type]
+
+
 def test_a_class_without_a_file_is_refused() -> None:
     class Inside(Twice):
         pass

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +31,27 @@ RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold tr
 
 def main() -> None:
     """What the command `loopfold` runs."""
-    with _errors():
-        app()
+    before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
+    try:
+        with _errors():
+            app()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stop(number: int, frame: object) -> None:
+    """At once: an exception in the middle of an import would be taken for another."""
+    os.write(2, b"\nloopfold: stopped.\n")
+    os._exit(128 + number)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        from loopfold import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @contextmanager
@@ -110,17 +130,17 @@ def train(
     window: Annotated[int | None, typer.Option(help="Steps that gradients go back; the state goes further.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Times through the text.")] = None,
     optimiser: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
-    learning_rate: Annotated[float | None, typer.Option()] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its highest.")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine, after the warm-up.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps in which the rate rises.")] = None,
-    weight_decay: Annotated[float | None, typer.Option()] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="How weights shrink by themselves.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
     clip: Annotated[float | None, typer.Option(help="The largest norm of the gradient; 0: not clipped.")] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Steps from one evaluation to the next; an epoch by default.")
     ] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the first weights and of dropout.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     save_every: Annotated[float, typer.Option(help="Seconds from one checkpoint to the next.")] = 30.0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
@@ -159,7 +179,9 @@ def _shares(split: str) -> tuple[float, ...]:
     try:
         train_, valid, test = map(float, split.replace(",", "/").split("/"))
     except ValueError:
-        raise OptionError(f"--split takes shares of train/valid/test, such as 90/5/5; {split!r} came.") from None
+        raise OptionError(
+            f"--split takes shares of train/valid/test, such as 90/5/5, or 90/10/0; {split!r} came."
+        ) from None
     return train_, valid, test
 
 
@@ -200,9 +222,11 @@ def evaluate(
     from loopfold.evaluation import perplexity
     from loopfold.text.corpus import read_text
     from loopfold.training.loop import open_run
-    from loopfold.training.options import choose
+    from loopfold.training.options import OptionError, choose
 
     found = open_run(run, device)
+    if text and on is not None:
+        raise OptionError("choose one: another text, or --on for a part of the run's own.")
     if text:
         tokens = found.vocabulary.encode(read_text(text))
     else:
@@ -230,6 +254,9 @@ def _describe(ledger: "Ledger", text: str, window: int) -> str:
         ("bits per character", f"{ledger.bits_per_character:.4f}" if ledger.bits_per_character is not None else "—"),
         ("bits per byte", f"{ledger.bits_per_byte:.4f}" if ledger.bits_per_byte is not None else "—"),
     ]
+    if ledger.unknown and ledger.unknown > 0.01 * ledger.tokens:
+        share = f"{ledger.unknown / ledger.tokens:.0%} of this text is unknown to the model"
+        lines.append(("note", f"{share} and scored as one kind, so the figures flatter it; bytes know everything"))
     return "\n".join(f"{name:<24}{value}" for name, value in lines)
 
 
@@ -275,10 +302,11 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
     table.add_column("model", no_wrap=True)
     for name in ("parameters", "of a table |V|ⁿ", "trained, tokens/s", "perplexity", "bits/char"):
         table.add_column(name, justify="right")
+    units = {row.ledger.unit for row in rows}  # perplexities of different units cannot be compared, bits can
     best = min(row.ledger.bits_per_character or math.inf for row in rows)
     for row in rows:
         table.add_row(
-            row.name,
+            row.name + (f", {row.ledger.unit}s" if len(units) > 1 else ""),
             f"{row.parameters:,}",
             "" if row.table is None else f"{row.table:,}" if row.table < 10**8 else f"{row.table:.1e}",
             f"{row.tokens_per_second:,.0f}" if row.parameters else "",
@@ -288,7 +316,7 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
         )
     if any(row.ledger.unknown for row in rows):
         table.caption = f"unknown {ledger.unit}s, which every model scores as one kind: {ledger.unknown:,}"
-    Console().print(table)
+    Console(width=200).print(table)  # as wide as it is: no figure is cut off
 
 
 # ------------------------------------------------------------------ generate

@@ -51,6 +51,8 @@ def compare(
     and the convolution are trained as long as the first run was, in folders under its own, where a second comparison
     finds them. `part` is "test" or "valid"; by default test, or valid where there is no test text.
     """
+    if isinstance(runs, Run) or not runs:
+        raise TypeError("compare needs a list of runs: compare([run]); lf.open_run(folder) opens one.")
     first = runs[0]
     corpus = first.corpus()
     for run in runs[1:]:

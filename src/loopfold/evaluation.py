@@ -105,6 +105,8 @@ def perplexity(
 
 
 def _checked(ids: Any, model: LanguageModel) -> Tensor:
+    if isinstance(ids, str):
+        raise TypeError("tokens are whole numbers; a text came. Type vocabulary.encode(text).")
     ids = torch.as_tensor(ids)
     if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
         raise ValueError(f"tokens are whole numbers, [n] or [τ, batch]; {ids.dtype} {tuple(ids.shape)} came.")

@@ -168,6 +168,8 @@ class Sample(Pick):
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise TypeError(f"generator is a torch.Generator; {self.generator!r} came. Type Sample(temperature=...).")
         if not 1e-6 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be above 0; {self.temperature} came. For the likeliest, type Greedy().")
         if self.top_k is not None:

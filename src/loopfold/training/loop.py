@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ class Run:
 
     path: Path
     options: Options
-    vocabulary: Vocabulary
-    model: LanguageModel
-    metrics: list[dict[str, Any]]
-    config: dict[str, Any]
+    vocabulary: Vocabulary = field(repr=False)
+    model: LanguageModel = field(repr=False)
+    metrics: list[dict[str, Any]] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
 
     def corpus(self) -> Corpus:
         """The text that it was trained on, read again; it must not have changed."""

@@ -231,6 +231,11 @@ def _name_of_cell(kind: type[nn.Module]) -> str:
     for name, own in CELLS.items():
         if kind is own:
             return name
+    if kind.__module__ == "__main__":
+        raise OptionError(
+            f"a run folder keeps the file of {kind.__name__} and runs it again, and that file is the script that runs "
+            f"now: put {kind.__name__} in a file of its own and import it."
+        )
     path = inspect.getsourcefile(kind) or ""
     if not Path(path).is_file() or "." in kind.__qualname__:
         raise OptionError(

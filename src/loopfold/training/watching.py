@@ -116,10 +116,10 @@ class Terminal(Watcher):
         parameters = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
         self.progress.console.print(
             f"{plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch of {plan.tokens_per_epoch:,} tokens; "
-            f"{parameters:,} parameters; run folder {plan.path}"
-            + (f"; going on from step {plan.begin:,}" if plan.begin else ""),
+            f"{parameters:,} parameters" + (f"; going on from step {plan.begin:,}" if plan.begin else ""),
             highlight=False,
         )
+        self.progress.console.print(f"run folder {plan.path}", highlight=False, soft_wrap=True)
         self.progress.console.print(f"{'epoch':>6} {'step':>7} {'train':>7} {'valid':>7} {'perplexity':>11}")
 
     def step(self, step: int, loss: float) -> None:
