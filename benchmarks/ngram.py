@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from memory import largest
+
 import loopfold as lf
 
 
@@ -27,14 +29,8 @@ def main(train_path: str, held_out_path: str) -> None:
         scored = time.perf_counter()
         print(
             f"{order:>5} {model.entries:>10,} {model.table_size:>9.0e} {fitted - begin:>6.2f} {scored - fitted:>7.2f} "
-            f"{ledger.perplexity:>11.2f} {_peak():>8.0f}"
+            f"{ledger.perplexity:>11.2f} {largest():>8.0f}"
         )
-
-
-def _peak() -> float:
-    """The largest resident set so far, in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from memory import largest
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.states import map_state
+from loopfold.states import detached
 from loopfold.training.options import make_model
 
 V, N, STREAMS, WINDOW = 66, 256, 32, 64
@@ -49,7 +49,7 @@ def plain_step(cell: str) -> Callable[[], None]:
     def step() -> None:
         nonlocal state
         o, new = model(tokens[:-1], state)
-        state = map_state(Tensor.detach, new)
+        state = detached(new)
         loss = nn.functional.cross_entropy(o.flatten(0, 1), tokens[1:].flatten())
         _descend(model, optimiser, loss)
 
@@ -65,7 +65,7 @@ def our_step(cell: str) -> Callable[[], None]:
     def step() -> None:
         nonlocal context
         scored = model(tokens, context)
-        context = map_state(Tensor.detach, scored.context)
+        context = detached(scored.context)
         _descend(model, optimiser, scored.nll.mean())
 
     return step
@@ -101,16 +101,10 @@ def memory(which: str, cell: str) -> tuple[float, float]:
 
 def _measure_memory(which: str, cell: str) -> None:
     step = our_step(cell) if which == "ours" else plain_step(cell)
-    before = _largest()
+    before = largest()
     for _ in range(30):
         step()
-    print(before, _largest())
-
-
-def _largest() -> float:
-    """The largest resident set so far, in MB. (Of `getrusage` a child inherits its parent's.)"""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    print(before, largest())
 
 
 def main() -> None:

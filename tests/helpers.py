@@ -1,12 +1,16 @@
-"""Shared by the tests: data in float64, gradients by name, and cells as a user would write them."""
+"""Shared by the tests: data in float64, gradients by name, commands to run, and cells as a user would write them."""
 
+import subprocess
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import loopfold as lf
+from loopfold.training.folder import RunFolder
 
 
 def randn(*shape: int) -> Tensor:
@@ -23,6 +27,27 @@ def gradients(loss: Tensor, of: nn.Module | Mapping[str, Tensor], **inputs: Tens
     wanted = {**(dict(of.named_parameters()) if isinstance(of, nn.Module) else of), **inputs}
     found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(wanted, found, strict=True))
+
+
+def flags_of(options: lf.Options) -> list[str]:
+    """Every option as arguments of `loopfold train`, so that no preset has a say."""
+    flags = ["--split=" + "/".join(map(str, options.split))]
+    for name, value in options.as_json().items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags += [f"--{flag}"] if value else [f"--no-{flag}"] if name != "one_hot" else []
+        elif value is not None and name not in ("sources", "split"):
+            flags.append(f"--{flag}={value}")
+    return [*options.sources, *flags]
+
+
+def wait_for_step(path: Path, step: int, *processes: subprocess.Popen[str]) -> None:
+    """Until the run at `path` has a checkpoint of that step; all the processes must still be there."""
+    until = time.monotonic() + 60
+    while not (path / "checkpoint.json").exists() or RunFolder(path).checkpoint["step"] < step:
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        assert time.monotonic() < until
+        time.sleep(0.003)
 
 
 class TwoMatrices(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import flags_of, wait_for_step
 
 from loopfold.training.folder import RunFolder
 from loopfold.training.loop import Run, open_run, resume, train
@@ -72,16 +73,8 @@ def options_of(text: Path, **changes: Any) -> Options:
     return Options(sources=(str(text),), split=(80, 10, 10), **(CHOICES | changes))
 
 
-def flags_of(options: Options, out: Path) -> list[str]:
-    """Every option as a flag, so that no preset has a say."""
-    flags = ["--split=" + "/".join(map(str, options.split))]
-    for name, value in options.as_json().items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags += [f"--{flag}"] if value else [f"--no-{flag}"] if name != "one_hot" else []
-        elif value is not None and name not in ("sources", "split"):
-            flags.append(f"--{flag}={value}")
-    return ["train", *options.sources, f"--out={out}", "--quiet", "--save-every=0", *flags]
+def command(options: Options, out: Path) -> list[str]:
+    return ["train", f"--out={out}", "--quiet", "--save-every=0", *flags_of(options)]
 
 
 def a_free_port() -> int:
@@ -119,14 +112,6 @@ def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
-def wait_for_step(path: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    until = time.monotonic() + 60
-    while not (path / "checkpoint.json").exists() or RunFolder(path).checkpoint["step"] < step:
-        assert time.monotonic() < until
-        assert all(process.poll() is None for process in processes), ends(processes)
-        time.sleep(0.003)
-
-
 def bits(path: Path) -> dict[str, Any]:
     """All that a run has come to, down to the last bit, but for the time it took."""
     folder = RunFolder.open(path)
@@ -161,7 +146,7 @@ def together(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "notes").write_text(SPYING)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={a_free_port()}"]
     done = subprocess.run(
-        [sys.executable, *torchrun, path / "notes", *flags_of(options_of(text), path / "run")],
+        [sys.executable, *torchrun, path / "notes", *command(options_of(text), path / "run")],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -195,8 +180,8 @@ def test_every_stream_is_trained_by_one_process(alone: Run, together: Path) -> N
 def test_stopped_and_killed_together_they_go_on_bit_for_bit(text: Path, together: Path, tmp_path: Path) -> None:
     """A signal to one of them stops both after the same step; then both are killed; then they come to their end."""
     path = tmp_path / "run"
-    processes = pair(*flags_of(options_of(text), path))
-    wait_for_step(path, 7, processes)
+    processes = pair(*command(options_of(text), path))
+    wait_for_step(path, 7, *processes)
     processes[1].send_signal(signal.SIGTERM)
     done = ends(processes)
     step = RunFolder.open(path).checkpoint["step"]
@@ -205,7 +190,7 @@ def test_stopped_and_killed_together_they_go_on_bit_for_bit(text: Path, together
 
     resumed = ["train", f"--resume={path}", "--quiet", "--save-every=0"]
     processes = pair(*resumed)
-    wait_for_step(path, step + 6, processes)
+    wait_for_step(path, step + 6, *processes)
     os.killpg(processes[0].pid, signal.SIGKILL)
     assert [code for code, *_ in ends(processes)] == [-signal.SIGKILL] * 2
     assert RunFolder.open(path).checkpoint["step"] < STEPS
@@ -218,8 +203,8 @@ def test_stopped_and_killed_together_they_go_on_bit_for_bit(text: Path, together
 def test_when_one_is_killed_the_other_ends_and_says_why(victim: int, text: Path, alone: Run, tmp_path: Path) -> None:
     """Within seconds, without a traceback; then one process goes on alone with what both have done."""
     path = tmp_path / "run"
-    processes = pair(*flags_of(options_of(text), path))
-    wait_for_step(path, 9, processes)
+    processes = pair(*command(options_of(text), path))
+    wait_for_step(path, 9, *processes)
     processes[victim].kill()
     killed = time.monotonic()
     processes[1 - victim].wait(timeout=20)
@@ -233,14 +218,14 @@ def test_when_one_is_killed_the_other_ends_and_says_why(victim: int, text: Path,
 
 
 def test_streams_that_cannot_be_shared_are_one_clear_error(text: Path, tmp_path: Path) -> None:
-    done = ends(pair(*flags_of(options_of(text, streams=5), tmp_path / "run")))
+    done = ends(pair(*command(options_of(text, streams=5), tmp_path / "run")))
     assert done == [(2, "", "loopfold: 5 streams cannot be shared by 2 processes; change --streams.\n")] * 2
     assert not (tmp_path / "run").exists()
 
 
 def test_what_the_first_process_refuses_ends_the_other_too(text: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    first, second = ends(pair(*flags_of(options_of(text), tmp_path)))
+    first, second = ends(pair(*command(options_of(text), tmp_path)))
     assert first == (2, "", f"loopfold: {tmp_path} is there already: choose another --out, or remove it.\n")
     assert second == (1, "", GONE.format(path=tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import flags_of, wait_for_step
 
 from loopfold import cli
 from loopfold.text.corpus import CorpusError
@@ -197,18 +198,6 @@ def test_killed_often_and_resumed_it_is_the_same_run(
             assert unnamed(path) == set()
 
 
-def flags_of(options: Options) -> list[str]:
-    """Every option as a flag, so that no preset has a say."""
-    flags = ["--split=" + "/".join(map(str, options.split))]
-    for name, value in options.as_json().items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags += [f"--{flag}"] if value else [f"--no-{flag}"] if name != "one_hot" else []
-        elif value is not None and name not in ("sources", "split"):
-            flags.append(f"--{flag}={value}")
-    return [*options.sources, *flags]
-
-
 def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "loopfold", *map(str, arguments), "--quiet", "--save-every", "0"],
@@ -217,14 +206,6 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def wait_for_step(path: Path, step: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 60
-    while not (path / "checkpoint.json").exists() or RunFolder(path).checkpoint["step"] < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.003)
 
 
 def test_the_command_killed_and_interrupted_is_the_same_run(

@@ -10,7 +10,7 @@ from torch import Tensor
 from loopfold.feeding import Classes
 from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import Bidirectional, Recurrent
-from loopfold.states import State, map_state, name_of, whole_number
+from loopfold.states import State, detached, name_of, whole_number
 from loopfold.transitions import Elman
 
 Loss = Callable[[Any, Tensor], Tensor]  # loss_fn(o, y) -> scalar
@@ -146,9 +146,5 @@ def truncated_bptt(
         loss = loss_fn(prediction.o, y[t : t + window])
         loss.backward()
         total = total + loss.detach()
-        state = _detached(prediction.run.last)
+        state = detached(prediction.run.last)
     return Truncated(total, state)
-
-
-def _detached(state: State) -> State:
-    return map_state(lambda leaf: leaf.detach(), state)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loopfold.comparison import Row
     from loopfold.evaluation import Ledger
     from loopfold.training.loop import Run
+    from loopfold.training.options import Options
 
 app = typer.Typer(
     add_completion=False,
@@ -185,12 +186,11 @@ def _shares(split: str) -> tuple[float, ...]:
     return train_, valid, test
 
 
-def _free_folder(options: Any) -> Path:
+def _free_folder(options: "Options") -> Path:
     """runs/NAME-N, with the first N that is not taken."""
     name = "stdin" if options.sources[0] == "-" else Path(options.sources[0]).stem
-    kind = options.cell.rpartition(":")[2] if options.model == "recurrent" else options.model
     n = 1
-    while (path := Path("runs") / f"{name}-{kind}-{n}").exists():
+    while (path := Path("runs") / f"{name}-{options.kind}-{n}").exists():
         n += 1
     return path
 
@@ -231,7 +231,7 @@ def evaluate(
         tokens = found.vocabulary.encode(read_text(text))
     else:
         corpus = found.corpus()
-        on = on or ("test" if corpus.test else "valid")
+        on = on or corpus.part
         tokens = held_out(found, corpus, choose("part", on, ("test", "valid", "train")))
     ledger = perplexity(found.model, tokens, streams=streams, window=window, carried=not cold)
     typer.echo(
@@ -281,7 +281,7 @@ def compare(
     if on is not None:
         choose("part", on, ("test", "valid"))
     opened = [open_run(path, device) for path in runs]
-    on = on or ("test" if opened[0].corpus().test else "valid")
+    on = on or opened[0].corpus().part
     rows = comparison.compare(
         opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loopfold.evaluation import Ledger, perplexity
+from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.text.corpus import Corpus
 from loopfold.text.vocabulary import Tokens
@@ -58,6 +59,7 @@ def compare(
     for run in runs[1:]:
         if run.config["corpus"]["sha256"] != corpus.sha256:
             raise RunError(f"{run.path} was trained on another text than {first.path}: they cannot be compared.")
+    part = part or corpus.part
     tokens = held_out(first, corpus, part)
     rows = ngrams(first, corpus, tokens)
     if neural:
@@ -71,26 +73,22 @@ def compare(
 def name_of_run(run: Run) -> str:
     """What a run is called in a table."""
     options = run.options
-    kind = options.cell.rpartition(":")[2] if options.model == "recurrent" else options.model
-    return f"{kind} {' × '.join([str(options.hidden_size)] + [str(options.layers)] * (options.layers > 1))}"
+    return f"{options.kind} {options.hidden_size}" + (f" × {options.layers}" if options.layers > 1 else "")
 
 
-def held_out(run: Run, corpus: Corpus, part: str | None) -> Tokens:
-    """The text of that part in the run's tokens; by default of the test text, or the valid one where there is none."""
+def held_out(run: Run, corpus: Corpus, part: str) -> Tokens:
+    """The test, valid or training text in the run's tokens."""
     texts = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}
-    text = texts[part] if part is not None else corpus.test or corpus.valid
-    if not text:
+    if not texts[part]:
         have = " and ".join(name for name, other in texts.items() if other)
-        raise OptionError(f"the run has no {part or 'held-out'} text, only {have}: choose with --on.")
-    return run.vocabulary.encode(text)
+        raise OptionError(f"the run has no {part} text, only {have}: choose with --on.")
+    return run.vocabulary.encode(texts[part])
 
 
 def ngrams(run: Run, corpus: Corpus, tokens: Tokens) -> list[Row]:
     """The uniform model and n-grams of rising order, until the next is no better on the valid text."""
-    train_ids, valid = (
-        run.vocabulary.encode(corpus.train).ids,
-        run.vocabulary.encode(corpus.valid or corpus.train[-10_000:]),
-    )
+    train_ids = run.vocabulary.encode(corpus.train).ids
+    valid = run.vocabulary.encode(corpus.valid or corpus.train[-10_000:])
     rows: list[Row] = []
     before = math.inf
     for order in range(MOST + 1):
@@ -117,7 +115,6 @@ def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
 
 
 def _row(run: Run, name: str, tokens: Tokens) -> Row:
-    parameters = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     last = run.metrics[-1] if run.metrics else None
     speed = run.config["corpus"]["tokens"] * last["epoch"] / last["seconds"] if last else math.nan
-    return Row(name, parameters, None, speed, perplexity(run.model, tokens))
+    return Row(name, count_parameters(run.model), None, speed, perplexity(run.model, tokens))

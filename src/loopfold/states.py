@@ -50,6 +50,25 @@ def map_state(function: Callable[..., Tensor], state: State, *others: State) -> 
     return rebuild(state, [function(*column) for column in columns])
 
 
+def detached(state: State) -> State:
+    """The same numbers, through which no gradient goes back."""
+    return map_state(Tensor.detach, state)
+
+
+def alive(sequence: Tensor, lengths: Tensor) -> Tensor:
+    """Where in `sequence [τ, batch, …]` each has not ended: `[τ, batch, 1, …]`, which goes with it."""
+    t = torch.arange(sequence.shape[0], device=sequence.device)[:, None]
+    return (t < lengths.to(sequence.device)).view(*sequence.shape[:2], *[1] * (sequence.dim() - 2))
+
+
+def at_end(sequence: Tensor, lengths: Tensor | None) -> Tensor:
+    """`[batch, …]`: what `sequence [τ, batch, …]` holds at the last step of each."""
+    if lengths is None:
+        return sequence[-1]
+    end = lengths.to(sequence.device) - 1
+    return sequence[end, torch.arange(len(end), device=sequence.device)]
+
+
 def describe(state: State) -> str:
     """The structure and shapes of a state in words, for error messages: `LSTMState(h (2, 3), c (2, 3))`."""
     if isinstance(state, Tensor):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.states import State, Step, describe, leaves, map_state, name_of, rebuild
+from loopfold.states import State, Step, at_end, describe, leaves, map_state, name_of, rebuild
 from loopfold.transitions import Transition, initial_state
 
 
@@ -63,15 +63,8 @@ def unfold(
     if reason is not None:
         raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason} Or use engine=lf.Auto().")
     states = engine.run(recurrence)
-    last = map_state(lambda leaf: _at_end(leaf, recurrence.lengths), states)
+    last = map_state(lambda leaf: at_end(leaf, recurrence.lengths), states)
     return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
-
-
-def _at_end(leaf: Tensor, lengths: Tensor | None) -> Tensor:
-    if lengths is None:
-        return leaf[-1]
-    end = lengths.to(leaf.device) - 1
-    return leaf[end, torch.arange(len(end), device=leaf.device)]
 
 
 # ------------------------------------------------------------------ checks: what came, what was needed, what to type

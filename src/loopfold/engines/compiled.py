@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.states import State, leaves, rebuild
+from loopfold.states import State, alive, leaves, rebuild
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.hoist import Loop, hoist, needed_for
 from loopfold.stepgraph.loop import Value, ordered
@@ -210,7 +210,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         if isinstance(leaf, Node):
             whole = values[leaf].reshape(tau, batch, *leaf.shape[1:])
             if recurrence.lengths is not None:
-                whole = torch.where(_alive(whole, recurrence.lengths), whole, 0)
+                whole = torch.where(alive(whole, recurrence.lengths), whole, 0)
             own = leaf.target is not None and not leaf.target.is_view
             results.append(whole if own else whole.clone())  # x itself is not ours to give away
         else:
@@ -218,14 +218,9 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     return rebuild(graph.structure, results)
 
 
-def _alive(sequence: Tensor, lengths: Tensor) -> Tensor:
-    t = torch.arange(sequence.shape[0], device=sequence.device)[:, None]
-    return (t < lengths.to(sequence.device)).view(*sequence.shape[:2], *[1] * (sequence.dim() - 2))
-
-
 def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:
     """After a sequence's end its first value again, on which the operations after the loop are known to be at home."""
-    return sequence if lengths is None else torch.where(_alive(sequence, lengths), sequence, sequence[:1])
+    return sequence if lengths is None else torch.where(alive(sequence, lengths), sequence, sequence[:1])
 
 
 def _tensor(f: nn.Module, name: str) -> Tensor:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loopfold.states import State
+from loopfold.feeding import Classes
+from loopfold.states import State, alive
 
 
 class Context(NamedTuple):
@@ -51,13 +52,12 @@ class LanguageModel(nn.Module, ABC):
         """Read `context.last`, and say what may follow."""
 
 
-def alive(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """`[τ, batch]`: where a token is one, and not the padding after a text's end."""
-    return torch.arange(len(tokens), device=tokens.device)[:, None] < lengths.to(tokens.device)
+def count_parameters(model: nn.Module) -> int:
+    """How many numbers are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def after(tokens: Tensor, lengths: Tensor | None) -> Tensor:
-    """`[batch]`: the last token of each text."""
-    if lengths is None:
-        return tokens[-1]
-    return tokens[lengths.to(tokens.device) - 1, torch.arange(tokens.shape[1], device=tokens.device)]
+def losses(o: Tensor, tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """−log P of each token under `o [τ, batch, |V|]`; 0 after a text's end."""
+    nll = Classes(o.shape[-1]).losses(o, tokens)
+    return nll if lengths is None else torch.where(alive(tokens, lengths), nll, 0)

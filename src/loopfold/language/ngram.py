@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopfold.language.base import Context, LanguageModel, Next, Scored
-from loopfold.states import whole_number
+from loopfold.states import alive, whole_number
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -106,8 +106,8 @@ class NGramLM(LanguageModel):
         ends = torch.full((batch,), tau) if lengths is None else _whole(lengths, "lengths")
         if ends.shape != (batch,) or not ((ends >= 0) & (ends <= tau)).all():
             raise ValueError(f"lengths must be {batch} whole numbers from 0 to {tau}; {ends.tolist()} came.")
-        alive = torch.arange(tau)[:, None] < ends
-        tokens = tokens.where(alive, 0)  # whatever fills the rest of a column
+        there = alive(tokens, ends)
+        tokens = tokens.where(there, 0)  # whatever fills the rest of a column
         self._within(tokens, self.vocabulary_size - 1, "tokens")
 
         w, m = torch.cat([before, tokens]), len(before)
@@ -116,7 +116,7 @@ class NGramLM(LanguageModel):
         for k, o in enumerate(self._orders):
             h, hw = ids[k][m - k : -1], ids[k + 1][m - k :]  # the contexts and the (k+1)-grams of the τ tokens
             p = o.share[hw] + o.gamma[h] * p
-        nll = torch.from_numpy(-np.log(p)).where(alive, 0)
+        nll = torch.from_numpy(-np.log(p)).where(there, 0)
 
         last = w.gather(0, torch.arange(m)[:, None] + ends)  # [m, batch], the end of each text
         return Scored(nll.to(device), Context(last[-1].to(device), last[:-1].T.to(device)))

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopfold.feeding import Classes
-from loopfold.language.base import Context, LanguageModel, Next, Scored, after, alive
+from loopfold.language.base import Context, LanguageModel, Next, Scored, losses
 from loopfold.patterns import Readout, SequenceToSequence
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
-from loopfold.states import whole_number
+from loopfold.states import at_end, whole_number
 from loopfold.transitions import Embedded
 
 
@@ -52,10 +52,7 @@ class RecurrentLM(LanguageModel):
         x = torch.cat([context.last[None], tokens[:-1]])  # x(t) = token(t-1)
         run = self.network.recurrent(self._encode(x), context.memory, lengths)
         o = self.network.readout(self.dropout(run.hidden))
-        nll = F.cross_entropy(o.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
-        if lengths is not None:
-            nll = torch.where(alive(tokens, lengths), nll, 0)
-        return Scored(nll, Context(after(tokens, lengths), run.last))
+        return Scored(losses(o, tokens, lengths), Context(at_end(tokens, lengths), run.last))
 
     def next(self, context: Context) -> Next:
         run = self.network.recurrent(self._encode(context.last[None]), context.memory)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.language.base import Context, LanguageModel, Next, Scored, alive
+from loopfold.language.base import Context, LanguageModel, Next, Scored, losses
 from loopfold.states import whole_number
 
 
@@ -47,14 +47,10 @@ class FixedContextLM(LanguageModel):
     def forward(self, tokens: Tensor, context: Context, lengths: Tensor | None = None) -> Scored:
         seen = torch.cat([context.memory.T, context.last[None], tokens])  # [span+τ, batch]
         o = self.logits(seen[:-1])
-        nll = F.cross_entropy(o.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
-        ends = torch.full_like(tokens[0], len(tokens))
-        if lengths is not None:
-            ends = lengths.to(tokens.device)
-            nll = torch.where(alive(tokens, ends), nll, 0)
+        ends = torch.full_like(tokens[0], len(tokens)) if lengths is None else lengths.to(tokens.device)
         places = ends + torch.arange(self.span, device=tokens.device)[:, None]  # the last `span` tokens of each text
         *memory, last = seen.gather(0, places)
-        return Scored(nll, Context(last, torch.stack(memory, 1) if memory else context.memory))
+        return Scored(losses(o, tokens, lengths), Context(last, torch.stack(memory, 1) if memory else context.memory))
 
     def next(self, context: Context) -> Next:
         seen = torch.cat([context.memory, context.last[:, None]], 1)  # [batch, span]

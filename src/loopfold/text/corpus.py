@@ -46,6 +46,11 @@ class Corpus:
             digest.update(utf8)
         object.__setattr__(self, "sha256", digest.hexdigest())
 
+    @property
+    def part(self) -> str:
+        """The part to score a model on where none is named: test, or valid where there is no test text."""
+        return "test" if self.test else "valid"
+
 
 def read_corpus(
     sources: Sequence[str], split: Sequence[float] = (90, 5, 5), valid: str | None = None, test: str | None = None

@@ -6,17 +6,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from loopfold.evaluation import perplexity
 from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes, ProcessLost, join_processes
-from loopfold.states import leaves, map_state
+from loopfold.states import detached, leaves
 from loopfold.text.corpus import Corpus, read_corpus
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens, Vocabulary, vocabulary_from_json
@@ -53,6 +54,10 @@ class Run:
 
     def corpus(self) -> Corpus:
         """The text that it was trained on, read again; it must not have changed."""
+        return self._corpus
+
+    @cached_property
+    def _corpus(self) -> Corpus:
         return _read_again(self.options, RunFolder(self.path))
 
 
@@ -166,14 +171,12 @@ def _loop(
     optimiser = _optimiser(options, model)
     progress = Progress(**folder.checkpoint["progress"])
     context = processes.share(load_state(folder, model, optimiser, cold))
-    learned = any(
-        leaf.requires_grad for leaf in leaves(cold)
-    )  # an initial state that only an epoch's first window reads
+    if _finished(progress, steps, options):
+        return
     parallel: nn.Module = model
-    if processes.count > 1:
+    if processes.count > 1:  # of a learned initial state, only an epoch's first window has a gradient
+        learned = any(leaf.requires_grad for leaf in leaves(cold))
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=learned)
-    if progress.step >= steps or _out_of_patience(progress, options):
-        return  # it has come to its end already
     watcher.begin(Plan(str(folder.path), options, model, steps, len(streams), len(train_tokens), progress.step))
     begun = saved_at = time.monotonic()
     already = progress.seconds
@@ -184,9 +187,9 @@ def _loop(
             folder.save(progress.step, asdict(progress), weights_of(model), state_of(model, optimiser, whole), best)
 
     model.train()
-    while progress.step < steps and not _out_of_patience(progress, options):
+    while not _finished(progress, steps, options):
         # one window: forwards, backwards, a step downhill
-        epoch, place = divmod(progress.step, len(streams))
+        place = progress.step % len(streams)
         if place == 0:
             context = processes.share(model.initial_context(streams.count))
         window = mine[place]
@@ -207,7 +210,7 @@ def _loop(
         if not math.isfinite(total + norms):
             raise _diverged(folder, progress.step + 1, "loss", total / count, norms / processes.count)
         optimiser.step()
-        context = map_state(Tensor.detach, scored.context)
+        context = detached(scored.context)
         progress = replace(
             progress,
             step=progress.step + 1,
@@ -260,8 +263,8 @@ def _diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float)
     )
 
 
-def _out_of_patience(progress: Progress, options: Options) -> bool:
-    return options.patience is not None and progress.misses >= options.patience
+def _finished(progress: Progress, steps: int, options: Options) -> bool:
+    return progress.step >= steps or (options.patience is not None and progress.misses >= options.patience)
 
 
 def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:

@@ -103,6 +103,11 @@ class Options:
         if not 0 <= self.seed < 1 << 63:
             raise OptionError(f"seed must be from 0 to {(1 << 63) - 1}; {self.seed} came.")
 
+    @property
+    def kind(self) -> str:
+        """What the model is called: its cell, or the baseline that it is."""
+        return self.cell.rpartition(":")[2] if self.model == "recurrent" else self.model
+
     def from_anywhere(self) -> "Options":
         """The same with whole paths, so that a run can be resumed from another folder."""
 
@@ -204,7 +209,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
         embedding_size = None if options.one_hot else options.embedding_size or n
         first = vocabulary_size if embedding_size is None else embedding_size
         cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]
-        try:
+        with _mended(" Or untie them: --no-tied." if options.tied else ""):
             return recurrent_lm(
                 vocabulary_size,
                 cells,
@@ -213,17 +218,15 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
                 variational=options.variational,
                 tied=options.tied,
             )
-        except ValueError as error:
-            raise OptionError(f"{error} Or untie them: --no-tied." if options.tied else str(error)) from error
 
 
 @contextmanager
-def _mended() -> Iterator[None]:
+def _mended(hint: str = "") -> Iterator[None]:
     """What cannot be built from options is for whoever chose them to mend."""
     try:
         yield
     except ValueError as error:
-        raise OptionError(str(error)) from error
+        raise OptionError(f"{error}{hint}") from error
 
 
 def _name_of_cell(kind: type[nn.Module]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopfold.language.base import LanguageModel
+from loopfold.language.base import LanguageModel, count_parameters
 from loopfold.training.options import Options
 
 
@@ -113,10 +113,10 @@ class Terminal(Watcher):
         self.task = self.progress.add_task(
             "", total=plan.steps, completed=plan.begin, loss=math.nan, speed=0.0, curve=""
         )
-        parameters = sum(p.numel() for p in plan.model.parameters() if p.requires_grad)
         self.progress.console.print(
             f"{plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch of {plan.tokens_per_epoch:,} tokens; "
-            f"{parameters:,} parameters" + (f"; going on from step {plan.begin:,}" if plan.begin else ""),
+            f"{count_parameters(plan.model):,} parameters"
+            + (f"; going on from step {plan.begin:,}" if plan.begin else ""),
             highlight=False,
         )
         self.progress.console.print(f"run folder {plan.path}", highlight=False, soft_wrap=True)
