@@ -59,7 +59,7 @@ class Loop:
         missing = set(needed_for(roots, values))
         for node in self.graph.operations:
             if node in missing:
-                values[node] = _apply(node, values, rows)
+                values[node] = apply(node, values, rows)
 
 
 def hoist(graph: StepGraph) -> Loop:
@@ -79,7 +79,8 @@ def needed_for(roots: list[Node], given: dict[Node, Any] | set[Node]) -> list[No
     return list(seen)
 
 
-def _apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
+def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
+    """Run one operation on the values of what it reads, for a batch of `rows`."""
     if node.op == "getitem":
         return values[node.args[0]][node.args[1]]
     assert node.target is not None

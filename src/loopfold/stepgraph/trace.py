@@ -106,7 +106,18 @@ def step_graph(f: Step, x0: Tensor | None = None, state: State | None = None) ->
 
 
 def trace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
-    """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size."""
+    """The graph of a step: what comes out is a state again, which the next step can read."""
+    graph = trace_map(f, x0, state)
+    if [o.shape for o in graph.outputs] != [s.shape for s in graph.state]:
+        raise Refusal("it returns a state of another structure or size than it was given.")
+    return graph
+
+
+def trace_map(f: Step, x0: Tensor | None, state: State) -> StepGraph:
+    """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size.
+
+    What comes out may be of another size than what goes in, as it is for an output layer.
+    """
     _check_traceable(f)
     tensors = _tensors_of(f)
     taken = {size for t in (*tensors.values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
@@ -233,8 +244,6 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
         if changed:
             raise Refusal(f"it sets {', '.join(changed)} at every step, which a compiled step would not.")
         outputs = tuple(recorder._lookup(leaf) for leaf in leaves(new))
-    if [o.shape for o in outputs] != [s.shape for s in state_nodes]:
-        raise Refusal("it returns a state of another structure or size than it was given.")
     structure = rebuild(new, [torch.empty(0)] * len(outputs))
     return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, structure)
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.files import write_whole
 from loopfold.text.corpus import read_text
 from loopfold.training.options import Options
 
@@ -233,6 +234,20 @@ class RunFolder:
         """A result beside the run, such as a comparison."""
         self._write(name, _json(data))
 
+    def baselines(self) -> tuple[str, dict[str, float]]:
+        """What a comparison left here: the text it was on, and nats per token of its baselines, of n-grams the best."""
+        if not (self.path / "comparison.json").exists():
+            return "", {}
+        data = self._read_json("comparison.json")
+        try:
+            nats = {row["name"]: row["ledger"]["nats_per_token"] for row in data["rows"]}
+            ngrams = {name: value for name, value in nats.items() if name.endswith("-gram") and value is not None}
+            names = ["uniform", "unigram", *sorted(ngrams, key=ngrams.__getitem__)[:1], "window", "convolution"]
+            return data["on"], {name: nats[name] for name in names if nats.get(name) is not None}
+        except (KeyError, TypeError) as error:
+            path = self.path / "comparison.json"
+            raise RunError(f"{path} is damaged: make it anew with loopfold compare {self.path}.") from error
+
     # ---------------------------------------------------------------- bytes
 
     def _sweep(self) -> None:
@@ -246,18 +261,8 @@ class RunFolder:
 
     def _write(self, name: str, data: bytes) -> str:
         """Put `data` in place as a whole or not at all; its SHA-256."""
-        new = self.path / f"{name}.new"
         with _writing(self.path):
-            try:
-                with new.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(new, self.path / name)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    new.unlink(missing_ok=True)
-                raise
+            write_whole(self.path / name, data)
             _flush(self.path)
         return _sha256(data)
 

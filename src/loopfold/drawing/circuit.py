@@ -1,0 +1,282 @@
+"""The circuit: a network as one node per component, and edges that may lead from one step to the next.
+
+Everything here is read off step graphs. The circuit can be run (see `unfolded`), so a missing edge would be seen in
+the numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from loopfold.drawing.notation import operation_symbol, parameter_symbol
+from loopfold.stepgraph.hoist import apply, needed_for
+from loopfold.stepgraph.trace import Node, StepGraph
+
+
+class Level(Enum):
+    """How much a drawing shows of a step: its variables, as the book does, or every operation."""
+
+    BOOK = "book"
+    OPERATIONS = "operations"
+
+
+class Role(Enum):
+    """What a node is; it decides how the node looks and where it stands."""
+
+    INPUT = "input"
+    STATE = "state"
+    OUTPUT = "output"
+    LOSS = "loss"
+    TARGET = "target"
+    OPERATION = "operation"
+
+
+class When(Enum):
+    """At which steps a variable is there."""
+
+    EVERY = "at every step"
+    LAST = "after the last step"
+    ONCE = "once for all steps"
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """A component of the network: a variable of the book, or an operation.
+
+    `label`      mathtext, without the time
+    `phase`      0; 1 for what writes, after something else has read
+    `layer`      which layer it belongs to, the lowest first; it decides how high it stands
+    `backwards`  whether its sequence is read from the end
+    """
+
+    label: str
+    role: Role
+    when: When = When.EVERY
+    phase: int = 0
+    layer: int = 0
+    backwards: bool = False
+    initial: Callable[[int], Tensor] | None = None  # of a state: its value before the first step, for a batch
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """`target` reads `source`: of the same step, or of `lag` steps before (-1: of the step after).
+
+    `parameters`  what the value is multiplied with on its way, as mathtext: U, W, V
+    `form`        what is done to the value, where `source` is an operation with several results
+    `note`        a word on that
+    """
+
+    source: Variable
+    target: Variable
+    lag: int = 0
+    parameters: tuple[str, ...] = ()
+    form: Callable[[Any], Any] | None = None
+    note: str = ""
+
+
+Values = Sequence[Any]  # the values of the edges into a variable, in order; None where nothing was fed back yet
+
+
+@dataclass(frozen=True)
+class Port:
+    """Where an input of a step comes from: some variables, each with its lag, and how their values become one."""
+
+    sources: tuple[tuple[Variable, int], ...]
+    combine: Callable[[Values, int], Tensor] = lambda values, batch: values[0]
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """Variables from the bottom up, the edges between them, and the rule by which each is computed."""
+
+    name: str
+    level: Level
+    variables: list[Variable] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    rules: dict[Variable, Callable[[Values, int], Any]] = field(default_factory=dict)
+
+    def into(self, variable: Variable) -> list[Edge]:
+        return [edge for edge in self.edges if edge.target is variable]
+
+    def add(self, variable: Variable) -> Variable:
+        self.variables.append(variable)
+        return variable
+
+    def connect(
+        self, target: Variable, ports: Sequence[Port], rule: Callable[[list[Tensor], int], Any], **options: Any
+    ) -> None:
+        """Compute `target` by `rule`, from one value per port."""
+        self._read(target, [(port, options) for port in ports], rule)
+
+    def _read(
+        self,
+        target: Variable,
+        ports: Sequence[tuple[Port, dict[str, Any]]],
+        rule: Callable[[list[Tensor], int], Any],
+    ) -> None:
+        for port, options in ports:
+            self.edges.extend(Edge(source, target, lag, **options) for source, lag in port.sources)
+
+        def compute(values: Values, batch: int) -> Any:
+            parts, start = [], 0
+            for port, _ in ports:
+                parts.append(port.combine(values[start : start + len(port.sources)], batch))
+                start += len(port.sources)
+            return rule(parts, batch)
+
+        self.rules[target] = compute
+
+    # ------------------------------------------------------------------ from a step graph
+
+    def step(
+        self,
+        graph: StepGraph,
+        tensors: dict[str, Tensor],
+        ports: dict[Node, Port],
+        results: Sequence[Variable],
+        subscripts: tuple[str, ...] = (),
+    ) -> None:
+        """Draw `graph`: its leaves are `ports`, what comes out are `results`, in order."""
+        traced = _Traced(graph, tensors, subscripts)
+        owners: dict[Node, Variable] = {}
+        for node, result in zip(graph.outputs, results, strict=True):
+            owners.setdefault(node, result)
+        if self.level is Level.OPERATIONS:
+            self._operations(traced, ports, owners, results)
+        else:
+            self._quotient(traced, ports, owners, results)
+        for node, result in zip(graph.outputs, results, strict=True):
+            if owners[node] is not result:  # two parts of the state that are always the same
+                self.connect(result, [Port(((owners[node], 0),))], _same)
+
+    def _quotient(
+        self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable], results: Sequence[Variable]
+    ) -> None:
+        """The operations between two variables become one edge, labelled with the parameters on the way."""
+        for root, result in owners.items():
+            others = {node: Port(((v, 0),)) for node, v in owners.items() if node is not root}
+            known = {**others, **ports}
+            if root in ports:  # what goes in comes out
+                self.connect(result, [ports[root]], _same)
+                continue
+            inside = needed_for([root], set(known))
+            reads = [node for node in traced.order(inside) if node in known]
+            multiplied = traced.multiplied(inside, reads)
+            options = [(known[node], {"parameters": multiplied[node]}) for node in reads]
+            self._read(result, options, traced.rule(root, inside, reads))
+
+    def _operations(
+        self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable], results: Sequence[Variable]
+    ) -> None:
+        """Every operation is a node; what is made of parameters alone belongs to the operation that reads it."""
+        first = results[0]
+        variables: dict[Node, Variable] = {}
+        for node in traced.graph.operations:
+            if node.op == "getitem" or not traced.varies[node]:
+                continue
+            operation = Variable(
+                traced.label(node), Role.OPERATION, first.when, first.phase, first.layer, first.backwards
+            )
+            variables[node] = self.add(operation)
+            reads = [n for n in dict.fromkeys(node.inputs()) if traced.varies.get(n, True)]
+            inside = needed_for([node], set(reads))
+            options = []
+            for read in reads:
+                source, edge = traced.whole(read)
+                edge["parameters"] = traced.multiplied(inside, [read])[read]
+                options.append((ports[source] if source in ports else Port(((variables[source], 0),)), edge))
+            self._read(operation, options, traced.rule(node, inside, reads))
+        for node, result in owners.items():
+            source, edge = traced.whole(node)
+            port = ports[source] if source in ports else Port(((variables[source], 0),))
+            self._read(result, [(port, edge)], _same)
+
+
+def _same(values: Sequence[Any], batch: int) -> Any:
+    return values[0]
+
+
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mul", "div", "embedding", "mv", "dot"}
+
+
+class _Traced:
+    """A step graph with the values of its parameters."""
+
+    def __init__(self, graph: StepGraph, tensors: dict[str, Tensor], subscripts: tuple[str, ...]) -> None:
+        self.graph = graph
+        self.subscripts = subscripts
+        self.tensors = {node: tensors[name] for name, node in graph.parameters.items()}
+        self.names = {node: name for name, node in graph.parameters.items()}
+        self.varies: dict[Node, bool] = dict.fromkeys(self.names, False)  # whether it differs from step to step
+        for node in graph.operations:
+            self.varies[node] = any(self.varies.get(n, True) for n in node.inputs())
+
+    def order(self, nodes: Sequence[Node]) -> list[Node]:
+        """What these operations read from outside, in the order in which they do."""
+        inside = set(nodes)
+        found = [n for node in self.graph.operations if node in inside for n in node.inputs() if n not in inside]
+        return list(dict.fromkeys(found))
+
+    def rule(self, root: Node, inside: Sequence[Node], reads: Sequence[Node]) -> Callable[[list[Any], int], Any]:
+        """The value of `root` from those of `reads`."""
+        kept = set(inside)
+        operations = [node for node in self.graph.operations if node in kept]
+
+        def compute(values: list[Any], batch: int) -> Any:
+            known: dict[Node, Any] = {**self.tensors, **dict(zip(reads, values, strict=True))}
+            for node in operations:
+                known[node] = apply(node, known, batch)
+            return known[root]
+
+        return compute
+
+    def multiplied(self, inside: Sequence[Node], reads: Sequence[Node]) -> dict[Node, tuple[str, ...]]:
+        """The parameters that each of `reads` is multiplied with by the operations `inside`."""
+        kept = set(inside)
+        comes_from: dict[Node, set[Node]] = {node: {node} for node in reads}
+        found: dict[Node, dict[str, None]] = {node: {} for node in reads}
+        for node in self.graph.operations:
+            if node not in kept or not self.varies[node]:
+                continue
+            inputs = node.inputs()
+            comes_from[node] = set().union(*(comes_from.get(n, set()) for n in inputs))
+            if node.op in _PRODUCTS:
+                factors = inputs[-2:]  # addmm(b, h, W) adds its first
+                for name in self._parameters_of([n for n in factors if not self.varies.get(n, True)]):
+                    for n in factors:
+                        for read in comes_from.get(n, set()):
+                            found[read][parameter_symbol(name, *self.subscripts)] = None
+        return {node: tuple(names) for node, names in found.items()}
+
+    def _parameters_of(self, roots: list[Node]) -> list[str]:
+        return [self.names[node] for node in needed_for(roots, set()) if node in self.names]
+
+    def whole(self, node: Node) -> tuple[Node, dict[str, Any]]:
+        """The operation that a part of its results belongs to, and how an edge from it takes the part."""
+        if node.op != "getitem":
+            return node, {}
+        whole, index = node.args
+        alone = sum(other.op == "getitem" and other.args[0] is whole for other in self.graph.operations) == 1
+        return whole, {"form": lambda value: value[index], "note": "" if alone else f"[{index}]"}
+
+    def label(self, node: Node) -> str:
+        """What stands in an operation's box: its sign, with the numbers and the parameters that it adds."""
+        sign = operation_symbol(node.op)
+        added = [
+            f"${parameter_symbol(name, *self.subscripts)}$"
+            for n in (node.inputs()[:-2] if node.op in _PRODUCTS else node.inputs())
+            if not self.varies.get(n, True)
+            for name in self._parameters_of([n])
+        ]
+        numbers = [f"{a:g}" for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
+        if node.op == "rsub" and numbers:
+            return f"{numbers[0]} {sign}"
+        if node.op == "pow" and numbers:
+            return f"$\\cdot^{{{numbers[0]}}}$"
+        if node.op in ("add", "sub", "mul", "div"):
+            return " ".join([sign, *numbers[:1], *added])
+        return " ".join([sign, *added])

@@ -1,0 +1,96 @@
+"""draw(): any network as a circuit or as an unfolded graph."""
+
+from typing import Any
+
+from torch import Tensor
+
+from loopfold.drawing.circuit import Circuit, Level, Role, Variable, When
+from loopfold.drawing.figure import Drawing
+from loopfold.drawing.networks import circuit as circuit_of
+from loopfold.drawing.paint import paint
+from loopfold.drawing.picture import circuit_scene, unfolded_scene
+from loopfold.drawing.unfolded import Unfolded
+from loopfold.feeding import Feeding
+from loopfold.states import whole_number
+
+
+def draw(
+    model: Any,
+    steps: int | None = None,
+    gradients: bool = False,
+    *,
+    level: Level | str = Level.BOOK,
+    feeding: Feeding | None = None,
+    x: Tensor | None = None,
+    y: Tensor | None = None,
+) -> Drawing:
+    """A network as a picture: its circuit, or its graph unfolded for a number of steps.
+
+    `model`      a transition, a layer, a pattern or a recurrent language model
+    `steps`      None: the circuit; else τ, one column per step, elided in the middle where there are many
+    `gradients`  the way back in place of the way forward; with `x` and `y`, edges and nodes carry the size of ∂L/∂
+    `level`      `Level.BOOK`: x, h, o, L, y; `Level.OPERATIONS`: every operation of the step graph
+    `feeding`    what goes back in, for networks that feed outputs back: `TeacherForcing()`, `FreeRunning()`
+    `x`, `y`     inputs `[τ, batch, …]` and targets, as the model takes them
+
+    >>> from loopfold import Elman, SequenceToSequence
+    >>> draw(SequenceToSequence(Elman(3, 5), outputs=4), steps=4)
+    <Drawing: The unfolded graph of SequenceToSequence, 4 steps>
+    """
+    level = _level(level)
+    if steps is not None:
+        whole_number("draw", "steps", steps)
+    if gradients and steps is None:
+        raise ValueError("a circuit has no time for gradients to go back through: give steps=τ, such as steps=4.")
+    if y is not None and not gradients:
+        raise ValueError("targets are needed for the size of gradients alone: type gradients=True, or leave y out.")
+    for name, data in (("x", x), ("y", y)):
+        if data is not None and not isinstance(data, Tensor):
+            raise TypeError(f"{name} must be a tensor; a {type(data).__name__} came. Type torch.as_tensor({name}).")
+    circuit = circuit_of(model, level, feeding, x)
+    if steps is None:
+        return paint(circuit_scene(circuit))
+    unfolded = Unfolded(circuit, steps)
+    if y is None:
+        return paint(unfolded_scene(unfolded, None, gradients))
+    given = data_of(circuit, x, y, steps)
+    return paint(unfolded_scene(unfolded, unfolded.gradients(given, _batch(given)), gradients))
+
+
+def _level(level: Level | str) -> Level:
+    """A level, or its value: "operations"."""
+    try:
+        return Level(level)
+    except ValueError:
+        choices = " or ".join(f"lf.Level.{known.name} ({known.value!r})" for known in Level)
+        raise ValueError(f"level is {choices}; {level!r} came.") from None
+
+
+def data_of(circuit: Circuit, x: Tensor | None, y: Tensor, tau: int) -> dict[Variable, Tensor]:
+    """The data by the variable that holds them, as long as what is drawn."""
+    targets = [v for v in circuit.variables if v.role is Role.TARGET]
+    inputs = [v for v in circuit.variables if v.role is Role.INPUT and v not in circuit.rules]
+    if not targets:
+        raise ValueError(
+            f"{circuit.name} has no outputs, so no loss whose gradients could be drawn: put it into a pattern, such "
+            f"as lf.SequenceToSequence(cell, outputs=…), or leave y out."
+        )
+    if inputs and x is None:
+        raise ValueError("the size of gradients needs both: give the inputs x=… beside the targets y=….")
+    given = {targets[0]: _fitted("y", y, targets[0], tau)}
+    if inputs and x is not None:
+        given[inputs[0]] = _fitted("x", x, inputs[0], tau)
+    return given
+
+
+def _batch(given: dict[Variable, Tensor]) -> int:
+    variable, data = next(iter(given.items()))
+    return data.shape[1 if variable.when is When.EVERY else 0]
+
+
+def _fitted(name: str, data: Tensor, variable: Variable, tau: int) -> Tensor:
+    if variable.when is not When.EVERY:
+        return data
+    if data.shape[0] < tau:
+        raise ValueError(f"{name} has {data.shape[0]} steps; a drawing of {tau} needs as many. Give fewer steps=….")
+    return data[:tau]

@@ -1,0 +1,181 @@
+"""A picture that shows itself in a notebook, follows light and dark, and saves itself in the format that you name."""
+
+import hashlib
+import html
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopfold.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Every colour of a picture by its use, on light paper and on dark. A figure is painted with the light one; SVG and
+# HTML name it by its use, so that a viewer set to dark gets the other. Raster images and print are always light.
+COLOURS = {
+    "ink": ("#1f2328", "#e8eaed"),
+    "paper": ("#fffffe", "#15181d"),
+    "muted": ("#68707c", "#9aa4b2"),
+    "grid": ("#d9dde3", "#343a44"),
+    "input": ("#d7e8fa", "#1d3b5c"),
+    "state": ("#d9f2dc", "#1c4a2a"),
+    "output": ("#fdeccb", "#57401a"),
+    "loss": ("#fbdcd9", "#5e2724"),
+    "target": ("#e9e5f5", "#39324f"),
+    "operation": ("#f1f3f5", "#272c34"),
+    "blue": ("#0b63b0", "#6cb4f5"),
+    "orange": ("#b8470b", "#f29a57"),
+    "green": ("#14753f", "#62c98b"),
+    "purple": ("#7a35b8", "#c395f0"),
+    "red": ("#c02a2a", "#f4807b"),
+    "teal": ("#0b7285", "#5cc8d7"),
+    "olive": ("#6b6a00", "#cfcb55"),
+    "pink": ("#b02a78", "#f28ac6"),
+    "brown": ("#7a4a21", "#cf9a6b"),
+}
+LIGHT = {use: light for use, (light, _) in COLOURS.items()}
+CYCLE = [
+    LIGHT[use] for use in ("blue", "orange", "green", "purple", "teal", "red", "olive", "pink", "brown")
+]  # for lines and parameters
+FORMATS = ("svg", "png", "html", "dot", "pdf")
+
+
+class Drawing:
+    """A picture. A notebook shows it; `save("picture.svg")` writes it, as .svg, .png, .pdf, .html or (graphs) .dot.
+
+    `figure` is the matplotlib figure, to be changed or put beside others; `title` says in words what it shows.
+    """
+
+    def __init__(self, figure: "Figure", title: str, dot: str | None = None) -> None:
+        self.figure = figure
+        self.title = title
+        self._dot = dot
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the picture; what its name ends in says how. A file that is there already is replaced as a whole."""
+        path = Path(path)
+        kind = path.suffix.lower().removeprefix(".")
+        if kind not in FORMATS:
+            came = f".{kind}" if kind else "a name without an ending"
+            raise ValueError(f"a drawing is saved as {', '.join(f'.{k}' for k in FORMATS)}; {came} came ({path}).")
+        data = self._encoded(kind)
+        try:
+            write_whole(path, data)
+        except OSError as error:
+            raise OSError(f"{path} cannot be written: {error.strerror or error}.") from error
+        return path
+
+    def svg(self) -> str:
+        """The picture as an `<svg>` element that follows light and dark, to stand in a page or in a file."""
+        with style():
+            buffer = io.StringIO()
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        return _themed(buffer.getvalue(), self.title)
+
+    def html(self) -> str:
+        """A page with the picture alone."""
+        title = html.escape(self.title)
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<style>{theme_css(':root')}\n"
+            "body { margin: 1rem; background: var(--lf-paper); text-align: center } svg { max-width: 100%; "
+            f"height: auto }}</style></head>\n<body>{self.svg()}</body></html>\n"
+        )
+
+    def _encoded(self, kind: str) -> bytes:
+        if kind == "dot":
+            if self._dot is None:
+                raise ValueError(f"{self.title} is no graph, so there is no .dot of it; type .svg or .png.")
+            return self._dot.encode()
+        if kind == "svg":
+            return ('<?xml version="1.0" encoding="utf-8"?>\n' + self.svg()).encode()
+        if kind == "html":
+            return self.html().encode()
+        buffer = io.BytesIO()
+        metadata = {"CreationDate": None} if kind == "pdf" else {"Software": None, "Title": self.title}
+        with style():
+            self.figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
+        return buffer.getvalue()
+
+    def _repr_html_(self) -> str:
+        return f'<div style="max-width: 100%; overflow-x: auto">{self.svg()}</div>'
+
+    def _repr_png_(self) -> bytes:
+        return self._encoded("png")
+
+    def __repr__(self) -> str:
+        return f"<Drawing: {self.title}>"
+
+
+# ------------------------------------------------------------------ style
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The look of every picture, while one is made or written."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    settings: dict[str, Any] = {
+        "svg.hashsalt": "loopfold",  # the same picture is the same file
+        "mathtext.fontset": "cm",
+        "font.size": 10,
+        "axes.edgecolor": LIGHT["muted"],
+        "axes.labelcolor": LIGHT["ink"],
+        "axes.titlecolor": LIGHT["ink"],
+        "axes.titlesize": 11,
+        "axes.facecolor": LIGHT["paper"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "figure.facecolor": LIGHT["paper"],
+        "savefig.facecolor": LIGHT["paper"],
+        "legend.frameon": False,
+        "legend.labelcolor": LIGHT["ink"],
+        "grid.color": LIGHT["grid"],
+        "text.color": LIGHT["ink"],
+        "xtick.color": LIGHT["muted"],
+        "ytick.color": LIGHT["muted"],
+    }
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type]  # it names every setting there is
+        yield
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches. It belongs to whoever made it: nothing global knows of it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def theme_css(selector: str) -> str:
+    """Rules that give every colour its value by the viewer's setting."""
+    light = "; ".join(f"--lf-{use}: {value}" for use, (value, _) in COLOURS.items())
+    dark = "; ".join(f"--lf-{use}: {value}" for use, (_, value) in COLOURS.items())
+    return (
+        f"{selector} {{ {light}; color-scheme: light dark }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ {selector} {{ {dark} }} }}"
+    )
+
+
+def _themed(svg: str, title: str) -> str:
+    """matplotlib's SVG as one element: colours by their use, names of its own, words for those who cannot see."""
+    svg = svg[svg.index("<svg") :]
+    mark = "lf" + hashlib.sha256((title + svg).encode()).hexdigest()[:8]
+    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{mark}-", svg)  # many pictures may share a page
+    for use, (light, _) in COLOURS.items():
+        svg = svg.replace(light, f"var(--lf-{use})")
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    head, rest = svg.split(">", 1)
+    name = html.escape(title, quote=True)
+    head = head.replace("<svg", f'<svg class="loopfold {mark}" role="img" aria-label="{name}"', 1)
+    return f"{head}><title>{name}</title><style>{theme_css('.' + mark)}</style>{rest}"

@@ -1,0 +1,237 @@
+"""Circuits and unfolded graphs as nodes with a place, and edges between them."""
+
+import math
+from collections.abc import Hashable
+
+from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable, When
+from loopfold.drawing.figure import LIGHT
+from loopfold.drawing.layout import Place, blocks
+from loopfold.drawing.paint import Link, Scene, Shape, label_size, text_size
+from loopfold.drawing.routing import Spot
+from loopfold.drawing.unfolded import Arrow, Gradients, Moment, Unfolded
+
+RADIUS = 0.3
+SHOWN = 7  # where there are more steps, the first three and the last two are shown
+_FIRST, _LAST = 3, 2
+_LANE = 0.15  # between two edges that run along the columns
+
+
+def _size(variable: Variable) -> tuple[float, float]:
+    if variable.role is not Role.OPERATION:
+        return RADIUS, RADIUS
+    return text_size(variable.label, 9)[0] / 2 + 0.1, 0.15
+
+
+def _node(variable: Variable, place: Place, text: str, note: str = "", dashed: bool = False) -> Shape:
+    if variable.role is Role.OPERATION:
+        return Shape(Spot(*place, *_size(variable)), variable.label, LIGHT["operation"], "box", note)
+    fill = LIGHT["paper"] if dashed else LIGHT[variable.role.value]
+    return Shape(Spot(*place, *_size(variable), round=True), text, fill, "circle", note, dashed)
+
+
+def _is_fed(edge: Edge) -> bool:
+    return edge.lag != 0 and edge.source.role in (Role.OUTPUT, Role.TARGET)
+
+
+# ------------------------------------------------------------------ columns
+
+
+class _Columns:
+    """Where the steps of each phase stand, in columns; `order` are the steps shown, 0 among them for the dots."""
+
+    def __init__(self, circuit: Circuit, order: list[int], tau: int, gap: float) -> None:
+        self.circuit = circuit
+        across = [label_size(e.parameters, e.note)[0] for e in circuit.edges if e.lag != 0]
+        gap = max([gap, *(2 * half + 0.45 for half in across)])  # a label fits between two columns
+        self.order = order
+        self.tau = tau
+        self.blocks = blocks(circuit, _size)
+        self.left: dict[int, float] = {}  # of a block, relative to its own zero
+        self.right: dict[int, float] = {}
+        self.start: dict[int, float] = {}
+        self.step: dict[int, float] = {}
+        x = 0.0
+        for phase, block in self.blocks.items():
+            inside = [v for v in block.places if v.when is not When.ONCE]
+            xs = [block.places[v][0] + side * _size(v)[0] for v in inside for side in (-1, 1)]
+            xs += [p[0] for way in block.ways.values() for p in way]
+            self.left[phase], self.right[phase] = min(xs), max(xs)
+            lanes = _LANE * max(0, len(block.entries) - 1)
+            self.step[phase] = self.right[phase] - self.left[phase] + gap + lanes
+            early = any(v.initial is not None and not v.backwards for v in inside)
+            late = any(v.initial is not None and v.backwards for v in inside)
+            self.start[phase] = x - self.left[phase] + early * (gap + 2 * RADIUS)
+            x = self.start[phase] + self.right[phase] + self.step[phase] * (len(order) - 1)
+            x += late * (gap + 2 * RADIUS) + 2 * gap
+
+    def column(self, phase: int, t: int) -> float:
+        """The zero of a step's block; of step 0, that of the dots."""
+        return self.start[phase] + self.step[phase] * self.order.index(t)
+
+    def place(self, variable: Variable, t: int | None) -> Place:
+        """`t` None: for all steps, below the middle of the columns. Outside 1 … τ: before the first, at the border."""
+        x, y = self.blocks[variable.phase].places[variable]
+        phase = variable.phase
+        ends = self.column(phase, self.order[0]), self.column(phase, self.order[-1])
+        if t is None:
+            return (sum(ends) + self.left[phase] + self.right[phase]) / 2, y
+        if t == 0 or t == self.tau + 1:
+            gap = self.step[phase] - (self.right[phase] - self.left[phase])
+            return (
+                ends[0] + self.left[phase] - gap - RADIUS if t == 0 else ends[1] + self.right[phase] + gap + RADIUS
+            ), y
+        return self.column(phase, t) + x, y
+
+    def dots(self, variable: Variable) -> Place:
+        x, y = self.blocks[variable.phase].places[variable]
+        return self.column(variable.phase, 0) + x, y
+
+    def way(self, edge: Edge, t: int | None, start: Place | None) -> tuple[Place, ...]:
+        """The points that an edge into step `t` passes; from `start`, it first goes along the lane to the entry."""
+        phase = edge.target.phase
+        block = self.blocks[phase]
+        if edge not in block.ways or t is None:
+            return ()
+        x = self.column(phase, t)
+        up = [(x + a, b) for a, b in block.ways[edge]]
+        key = (edge.source, edge.lag)
+        if key not in block.entries or start is None:
+            return tuple(up)
+        enter_x, enter_y = block.entries[key]
+        return (*self.lane(key, start, x), (x + enter_x, enter_y), *up)
+
+    def lane(self, key: tuple[Variable, int], start: Place, x: float) -> list[Place]:
+        """Beside the block at `x`: across from `start`, then down to where it enters."""
+        phase = self.phase_of(key)
+        block = self.blocks[phase]
+        i = list(block.entries).index(key)
+        lane = x + self.left[phase] - 0.32 - _LANE * i if key[1] >= 0 else x + self.right[phase] + 0.32 + _LANE * i
+        if key[0].when is When.ONCE:
+            return []
+        return [(lane, start[1]), (lane, block.entries[key][1])]
+
+    def phase_of(self, key: tuple[Variable, int]) -> int:
+        return next(phase for phase, block in self.blocks.items() if key in block.entries)
+
+
+# ------------------------------------------------------------------ the circuit
+
+
+def circuit_scene(circuit: Circuit) -> Scene:
+    """One column; whatever leads to another step goes through a black square, a delay of one step."""
+    columns = _Columns(circuit, [1], 1, gap=1.1)
+    shapes: dict[Hashable, Shape] = {
+        v: _node(v, columns.place(v, None if v.when is When.ONCE else 1), f"${v.label}$") for v in circuit.variables
+    }
+    links: list[Link] = []
+    delays: dict[tuple[Variable, int], Hashable] = {}
+    for edge in circuit.edges:
+        if edge.lag == 0:
+            links.append(_link(edge, edge.source, edge.target, columns.way(edge, _column_of(edge.target), None)))
+            continue
+        key = (edge.source, edge.lag)
+        if key not in delays:
+            delays[key] = ("delay", *key)
+            place, via = _delay(columns, shapes, key)
+            shapes[delays[key]] = Shape(Spot(*place, 0.085, 0.085), "", LIGHT["ink"], "square")
+            links.append(Link(edge.source, delays[key], ("to the delay", edge), dashed=_is_fed(edge), via=via))
+        links.append(_link(edge, delays[key], edge.target, columns.way(edge, 1, None)))
+    return Scene(f"The circuit of {circuit.name}", shapes, links)
+
+
+def _column_of(variable: Variable) -> int | None:
+    return None if variable.when is When.ONCE else 1
+
+
+def _delay(
+    columns: _Columns, shapes: dict[Hashable, Shape], key: tuple[Variable, int]
+) -> tuple[Place, tuple[Place, ...]]:
+    """Where the delay of a variable stands, and how its edge gets there."""
+    source, lag = key
+    block = columns.blocks[source.phase]
+    x = columns.column(source.phase, 1)
+    if key in block.entries:
+        enter = (x + block.entries[key][0], block.entries[key][1])
+        side = columns.right[source.phase] + 0.25 if lag > 0 else columns.left[source.phase] - 0.25
+        lane = x + side + math.copysign(_LANE * list(block.entries).index(key), lag)
+        return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
+    targets = [edge.target for edge in columns.circuit.edges if (edge.source, edge.lag) == key]
+    y = (shapes[source].spot.y + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
+    while any(s.kind == "square" and abs(s.spot.y - y) < 0.3 for s in shapes.values() if s.spot.x < x):
+        y += 0.35
+    return (x + columns.left[source.phase] - 0.62, y), ()
+
+
+# ------------------------------------------------------------------ the unfolded graph
+
+
+def unfolded_scene(unfolded: Unfolded, gradients: Gradients | None, backwards: bool) -> Scene:
+    """A column for every step that is shown; the arrows turned round where it is gradients that flow."""
+    circuit, tau = unfolded.circuit, unfolded.tau
+    shown = list(range(1, tau + 1)) if tau <= SHOWN else [*range(1, _FIRST + 1), 0, *range(tau - _LAST + 1, tau + 1)]
+    columns = _Columns(circuit, shown, tau, gap=0.85 if circuit.level is Level.BOOK else 0.75)
+    shapes: dict[Hashable, Shape] = {
+        moment: _moment(moment, columns, gradients) for moment in unfolded.moments if _is_shown(moment, columns)
+    }
+    links: dict[Hashable, Link] = {}
+    largest = max(gradients.arrows.values(), default=0.0) if gradients else 0.0
+    for arrow in unfolded.arrows:
+        edge = arrow.edge
+        if backwards and _carries_none(arrow, gradients):
+            continue
+        source, target = _end(arrow.source, edge, columns), _end(arrow.target, edge, columns)
+        if not isinstance(source, Moment) and not isinstance(target, Moment):
+            continue  # between two steps that are not shown
+        if arrow.source.t is None and not isinstance(target, Moment):
+            continue
+        for end in (source, target):
+            if end not in shapes:
+                place = columns.dots(edge.source)
+                shapes[end] = Shape(Spot(*place, 0.2, 0.12), r"$\cdots$", LIGHT["paper"], "dots")
+        spot = shapes[source].spot
+        via = columns.way(edge, arrow.target.t, (spot.x, spot.y)) if isinstance(target, Moment) else ()
+        size = None if gradients is None or not backwards else gradients.arrows[arrow] / (largest or 1.0)
+        ends = (target, source) if backwards else (source, target)
+        links.setdefault((edge, ends), _link(edge, *ends, via[::-1] if backwards else via, size))
+    if backwards:  # what nothing comes back to is left out
+        reached = {end for link in links.values() for end in (link.source, link.target)}
+        shapes = {key: shape for key, shape in shapes.items() if key in reached}
+    way = "The way back through" if backwards else "The unfolded graph of"
+    return Scene(f"{way} {circuit.name}, {tau} step{'s' if tau > 1 else ''}", shapes, list(links.values()))
+
+
+def _link(edge: Edge, source: Hashable, target: Hashable, via: tuple[Place, ...], size: float | None = None) -> Link:
+    return Link(source, target, edge, edge.parameters, edge.note, _is_fed(edge), size, via)
+
+
+def _is_shown(moment: Moment, columns: _Columns) -> bool:
+    return moment.t is None or moment.t in columns.order or not 1 <= moment.t <= columns.tau
+
+
+def _end(moment: Moment, edge: Edge, columns: _Columns) -> Hashable:
+    """A node, or the dots that stand for it."""
+    return moment if _is_shown(moment, columns) else ("dots", edge.source)
+
+
+def _carries_none(arrow: Arrow, gradients: Gradients | None) -> bool:
+    """Whether nothing goes back through an arrow: targets are given, and a choice of one class has no gradient."""
+    if gradients is not None:
+        return arrow not in gradients.arrows
+    return arrow.source.variable.role is Role.TARGET
+
+
+def _moment(moment: Moment, columns: _Columns, gradients: Gradients | None) -> Shape:
+    variable, t = moment.variable, moment.t
+    text = f"${variable.label}$" if t is None else f"${variable.label}^{{({t})}}$"
+    size = gradients.moments.get(moment) if gradients else None
+    before = t is not None and not 1 <= t <= columns.tau
+    return _node(variable, columns.place(variable, t), text, "" if size is None else _number(size), before)
+
+
+def _number(size: float) -> str:
+    if size == 0 or not math.isfinite(size):
+        return "0" if size == 0 else str(size)
+    exponent = math.floor(math.log10(size))
+    if -3 <= exponent < 4:
+        return f"{size:.2g}" if exponent < 2 else f"{size:.0f}"
+    return rf"${size / 10**exponent:.0f}\cdot 10^{{{exponent}}}$"

@@ -1,0 +1,280 @@
+"""Edges and labels that do not collide: of a few ways that each could go, the one in the way of the least."""
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Points = NDArray[np.float64]  # [points, 2], in inches
+
+GAP = 0.09  # between an edge and a node that it passes
+SAMPLES = 25  # points along a curve
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a node stands, and how much room it takes: half its width and height."""
+
+    x: float
+    y: float
+    half_width: float
+    half_height: float
+    round: bool = False
+
+    @property
+    def centre(self) -> Points:
+        return np.array([self.x, self.y])
+
+    def holds(self, points: Points, margin: float = 0.0) -> NDArray[np.bool_]:
+        """Which points lie on the node, or nearer to it than `margin`."""
+        away = np.abs(points - self.centre)
+        if self.round:
+            return np.hypot(away[:, 0], away[:, 1]) < self.half_width + margin
+        return (away[:, 0] < self.half_width + margin) & (away[:, 1] < self.half_height + margin)
+
+
+@dataclass(frozen=True)
+class Line:
+    """An edge to be routed. Lines of one `kind` and shape, as those of every step, go the same way."""
+
+    source: Hashable
+    target: Hashable
+    kind: Hashable
+    label: tuple[float, float] = (0.0, 0.0)  # half the width and height of its label; zero for none
+    half: float = 0.01  # half its own width
+    via: tuple[tuple[float, float], ...] = ()  # points that it must pass
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of an edge from border to border, and the middle of its label."""
+
+    points: Points
+    label: tuple[float, float] | None
+
+
+def route(spots: dict[Hashable, Spot], lines: list[Line]) -> list[Route]:
+    """A way for every line, then a place for every label."""
+    return _Router(spots, lines).routes()
+
+
+class _Router:
+    def __init__(self, spots: dict[Hashable, Spot], lines: list[Line]) -> None:
+        self.spots = spots
+        self.lines = lines
+        self.number = {key: i for i, key in enumerate(spots)}
+        self.centres = np.array([spot.centre for spot in spots.values()])
+        self.halves = np.array([(spot.half_width, spot.half_height) for spot in spots.values()])
+        self.round = np.array([spot.round for spot in spots.values()])
+        self.paths: list[Points] = [np.zeros((0, 2))] * len(lines)
+        self.taken = np.zeros((0, 2))  # points along all ways that are known
+        self.pieces = np.zeros((2, 0, 2))  # the straight pieces of all ways that are known: their starts, their ends
+        self.boxes = np.zeros((0, 4))  # labels that have their place: middle, half width and height
+        self.two_way = {(line.source, line.target) for line in lines} & {(ln.target, ln.source) for ln in lines}
+        self.floor = float((self.centres - self.halves)[:, 1].min()) - 0.25
+
+    def routes(self) -> list[Route]:
+        order = self._from_the_middle()
+        known: dict[Hashable, Points] = {}  # the way relative to where it starts
+        for i in order:
+            line = self.lines[i]
+            start = self.spots[line.source].centre
+            key = self._shape(line)
+            if key not in known:
+                known[key] = self._best(line) - start
+            path = self.paths[i] = self._trimmed(known[key] + start, line)
+            self.taken = np.concatenate([self.taken, _spaced(path)])
+            self.pieces = np.concatenate([self.pieces, [path[:-1], path[1:]]], 1)
+        places: dict[Hashable, Points] = {}
+        labels: list[tuple[float, float] | None] = [None] * len(self.lines)
+        for i in order:
+            line = self.lines[i]
+            if not any(line.label):
+                continue
+            start = self.spots[line.source].centre
+            key = (self._shape(line), line.label)
+            place = start + places[key] if key in places else self._free_place(i)
+            if self._hits(place, line.label):
+                place = self._free_place(i)
+            places.setdefault(key, place - start)
+            labels[i] = (float(place[0]), float(place[1]))
+            self.boxes = np.concatenate([self.boxes, [[*place, *line.label]]])
+        return [Route(path, label) for path, label in zip(self.paths, labels, strict=True)]
+
+    def _from_the_middle(self) -> list[int]:
+        """Short lines first; of one length, those in the middle: what is free there is free at the borders too."""
+        centre = float(self.centres[:, 0].mean())
+        return sorted(range(len(self.lines)), key=lambda i: self._rank(self.lines[i], centre))
+
+    def _rank(self, line: Line, centre: float) -> tuple[bool, float, float]:
+        a, b = self.spots[line.source], self.spots[line.target]
+        length = abs(a.x - b.x) + abs(a.y - b.y)
+        return not line.via, round(length, 3), round(abs((a.x + b.x) / 2 - centre), 3)
+
+    def _shape(self, line: Line) -> Hashable:
+        way = self.spots[line.target].centre - self.spots[line.source].centre
+        via = np.round(np.array(line.via).reshape(-1, 2) - self.spots[line.source].centre, 4).tolist()
+        return line.kind, *np.round(way, 4).tolist(), *map(tuple, via)
+
+    # ------------------------------------------------------------------ ways
+
+    def _best(self, line: Line) -> Points:
+        a, b = self.spots[line.source], self.spots[line.target]
+        if line.via:
+            return _rounded([a.centre, *(np.array(point) for point in line.via), b.centre])
+        best, least = None, np.inf
+        shortest = 0.3 * float(np.hypot(*(b.centre - a.centre)))
+        for way, reluctance in self._ways(line, a, b):
+            if reluctance + shortest >= least:
+                continue
+            cost = reluctance + self._on_its_way(way, line)
+            if cost < least and (cost := cost + self._crossed(way, line)) < least:
+                best, least = way, cost
+        assert best is not None
+        return best
+
+    def _ways(self, line: Line, a: Spot, b: Spot) -> Iterator[tuple[Points, float]]:
+        """Ways from centre to centre, and how much we would rather not take each."""
+        chord = b.centre - a.centre
+        length = float(np.hypot(*chord)) or 1.0
+        normal = np.array([chord[1], -chord[0]]) / length  # to the right of the direction of travel
+        t = np.linspace(0, 1, SAMPLES)[:, None]
+        if (line.source, line.target) not in self.two_way:
+            yield a.centre + t * chord, 0.0
+        for bulge in (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5):
+            for side in (1, -1):
+                for lean in (0.5, 0.3, 0.7):  # where along the way it is widest
+                    control = a.centre + lean * chord + side * 2 * bulge * normal
+                    curve = (1 - t) ** 2 * a.centre + 2 * t * (1 - t) * control + t**2 * b.centre
+                    yield curve, 0.5 + bulge + (0.3 if side < 0 else 0.0) + abs(lean - 0.5)
+        if abs(chord[0]) > 0.2 and abs(chord[1]) > 0.2:  # along a lane between columns, or between rows
+            for lane in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9):
+                x, y = a.centre + lane * chord
+                yield _rounded([a.centre, np.array([x, a.y]), np.array([x, b.y]), b.centre]), 1.2 + abs(lane - 0.5)
+                yield _rounded([a.centre, np.array([a.x, y]), np.array([b.x, y]), b.centre]), 1.2 + abs(lane - 0.5)
+        for aside in (0.45, -0.45, 0.6, -0.6, 0.75, -0.75):  # down beside the column, and below everything
+            corners = [(a.x + aside, a.y), (a.x + aside, self.floor), (b.x, self.floor)]
+            yield _rounded([a.centre, *map(np.array, corners), b.centre]), 4.0 + abs(aside)
+
+    def _on_its_way(self, path: Points, line: Line) -> float:
+        """The cost of the nodes that a way touches, and of its length."""
+        near = self._on_nodes(_spaced(path), GAP)
+        near[:, [self.number[line.source], self.number[line.target]]] = False
+        return 20.0 * float(near.any(1).sum()) + 0.3 * float(np.hypot(*np.diff(path, axis=0).T).sum())
+
+    def _crossed(self, path: Points, line: Line) -> float:
+        """The cost of the other ways that it crosses or runs along."""
+        path = self._trimmed(path, line)
+        if len(path) < 2:
+            return 1e6
+        low, high = path.min(0) - 0.05, path.max(0) + 0.05
+        others = self.taken[((self.taken > low) & (self.taken < high)).all(1)]
+        points = _spaced(path, 0.08)[2:-2]
+        along = 0
+        if len(points) and len(others):
+            apart = np.abs(points[:, None] - others[None]).max(-1).min(1)
+            along = int((apart < 0.045).sum() > 3)
+        return 0.8 * _crossings(path, self.pieces) + 12.0 * along
+
+    def _on_nodes(self, points: Points, margin: float) -> NDArray[np.bool_]:
+        """`[points, nodes]`: which points lie on which nodes, or nearer than `margin`."""
+        away = np.abs(points[:, None] - self.centres)
+        inside = (away < self.halves + margin).all(-1)
+        return np.where(self.round, np.hypot(away[..., 0], away[..., 1]) < self.halves[:, 0] + margin, inside)
+
+    def _trimmed(self, path: Points, line: Line) -> Points:
+        """The part of a way between the borders of its two nodes."""
+        fine = _resampled(path, 400)
+        inside = self.spots[line.source].holds(fine, 0.02)
+        first = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else 0
+        inside = self.spots[line.target].holds(fine[first:], 0.05)
+        last = first + (int(np.flatnonzero(inside)[0]) if inside.any() else len(fine) - first)
+        return _thinned(fine[first:last])
+
+    # ------------------------------------------------------------------ labels
+
+    def _free_place(self, i: int) -> Points:
+        """Beside the middle of a way if it can be, else nearer to an end."""
+        half_width, half_height = self.lines[i].label
+        fine = _resampled(self.paths[i], 101)
+        best, least = fine[50], np.inf
+        for off in sorted(range(-46, 47, 2), key=abs):
+            k = 50 + off
+            way = fine[k + 1] - fine[k - 1]
+            normal = np.array([-way[1], way[0]]) / (np.hypot(*way) or 1.0)
+            if normal[1] < -0.2 or (abs(normal[1]) <= 0.2 and normal[0] > 0):
+                normal = -normal  # above, or to the left, if it can be
+            away = abs(normal[0]) * half_width + abs(normal[1]) * half_height + 0.04 + self.lines[i].half
+            for place in (
+                fine[k] + side * away * further * normal for further in (1.0, 1.4, 1.9, 2.5) for side in (1, -1)
+            ):
+                hits = self._hits(place, self.lines[i].label)
+                if hits < least:
+                    best, least = place, hits
+                if not hits:
+                    return place
+        return best
+
+    def _hits(self, place: Points, label: tuple[float, float]) -> int:
+        """How much else a label would lie on."""
+        half = np.array(label) + 0.02
+        nearest = np.clip(self.centres, place - half, place + half)
+        away = np.abs(nearest - self.centres)
+        nodes = np.where(self.round, np.hypot(*away.T) < self.halves[:, 0], (away < self.halves).all(1))
+        boxes = (np.abs(self.boxes[:, :2] - place) < self.boxes[:, 2:] + half).all(1)
+        edges = (np.abs(self.taken - place) < half).all(1)
+        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int(edges.sum())
+
+
+# ------------------------------------------------------------------ geometry
+
+
+def _rounded(corners: list[Points], radius: float = 0.16) -> Points:
+    """A way with round corners."""
+    points = [corners[0][None]]
+    for before, corner, after in zip(corners, corners[1:], corners[2:], strict=False):
+        into, out = corner - before, after - corner
+        r = min(radius, np.hypot(*into) / 2, np.hypot(*out) / 2)
+        start, end = corner - r * into / (np.hypot(*into) or 1), corner + r * out / (np.hypot(*out) or 1)
+        t = np.linspace(0, 1, 7)[:, None]
+        points.append((1 - t) ** 2 * start + 2 * t * (1 - t) * corner + t**2 * end)
+    return np.concatenate([*points, corners[-1][None]])
+
+
+def _resampled(path: Points, count: int) -> Points:
+    """The same way as `count` points at equal distances."""
+    steps = np.hypot(*np.diff(path, axis=0).T)
+    distance = np.concatenate([[0.0], np.cumsum(steps)])
+    wanted = np.linspace(0, distance[-1], count)
+    return np.stack([np.interp(wanted, distance, path[:, k]) for k in (0, 1)], -1)
+
+
+def _spaced(path: Points, distance: float = 0.03) -> Points:
+    """Points along a way, no further apart than `distance`."""
+    length = float(np.hypot(*np.diff(path, axis=0).T).sum())
+    return _resampled(path, max(2, math.ceil(length / distance) + 1))
+
+
+def _thinned(path: Points, tolerance: float = 0.002) -> Points:
+    """The same way with no more points than it needs (Douglas and Peucker)."""
+    if len(path) < 3:
+        return path
+    way = path[-1] - path[0]
+    length = np.hypot(*way) or 1.0
+    off = np.abs(way[0] * (path[:, 1] - path[0, 1]) - way[1] * (path[:, 0] - path[0, 0])) / length
+    far = int(off.argmax())
+    if off[far] < tolerance:
+        return path[[0, -1]]
+    return np.concatenate([_thinned(path[: far + 1], tolerance)[:-1], _thinned(path[far:], tolerance)])
+
+
+def _crossings(path: Points, pieces: Points) -> int:
+    """How often a way crosses the straight pieces of others."""
+    a, b, c, d = path[:-1, None], path[1:, None], pieces[0][None], pieces[1][None]
+
+    def side(u: Points, v: Points, w: Points) -> Points:
+        return (v[..., 0] - u[..., 0]) * (w[..., 1] - u[..., 1]) - (v[..., 1] - u[..., 1]) * (w[..., 0] - u[..., 0])
+
+    return int(((side(a, b, c) * side(a, b, d) < 0) & (side(c, d, a) * side(c, d, b) < 0)).sum())
