@@ -21,11 +21,12 @@ PUBLIC = """
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Greedy Sample
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
-    bptt BPTT per_step_gradients gradient_flow GradientFlow truncated_bptt
+    draw Drawing Level
+    bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM
     Ledger perplexity Options OptionError preset Run RunError train resume open_run Watcher Terminal Stopped Diverged
-    Beam generate Row compare
+    Beam generate hidden_states HiddenStates Tracked Row compare
 """
 
 

@@ -2,6 +2,7 @@
 
 The modules in the order in which data flows; each imports only from those above it.
 
+    files            a file is written as a whole or not at all
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph        the step as data: trace, loop and rules (its language), hoist, differentiate
@@ -11,15 +12,19 @@ The modules in the order in which data flows; each imports only from those above
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
     feeding          what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
     patterns         SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder
+    drawing          pictures: the circuit, the unfolded graph, heat maps and curves
     backpropagation  the book's gradients by hand; truncated back-propagation
     gradients        the share of each step; how far gradients reach
+    spectrum         the eigenvalues of W
     text             corpus, vocabulary, and tokens laid out as streams
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
     training         options, the run folder, those who watch, the loop
     generation       sampling and beam search
+    probing          hidden states over a text, and what units track
     comparison       a run beside its baselines
+    report           one page on a run, for a browser
     cli              the commands: flags become objects, once
     __main__         python -m loopfold
     public           the names of `import loopfold as lf`

@@ -10,16 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.backpropagation import Loss
+from loopfold.drawing import charts
+from loopfold.drawing.figure import Drawing
 from loopfold.engines.sequential import Sequential
 from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, VectorToSequence
 from loopfold.recurrent import Bidirectional, Recurrent
 from loopfold.states import State, leaves, map_state, name_of
-from loopfold.transitions import GRU, LSTM, LayerNormLSTM
+from loopfold.transitions import GRU, LSTM, Embedded, LayerNormLSTM
 
 # ------------------------------------------------------------------ the share of each step
 
 
-def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+class StepGradients(dict[str, Tensor]):
+    """What each step adds to each gradient: `[steps, *shape]` under every parameter's name."""
+
+    def draw(self) -> Drawing:
+        """‖∇W(t)‖ of every parameter, a row each, and a column for each step (M16)."""
+        return charts.step_gradients({name: share.flatten(1).norm(dim=1) for name, share in self.items()})
+
+
+def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> StepGradients:
     """What each step adds to each gradient: ∇W(t), where W(t) is a copy of W that step t alone uses (M16).
 
     For any transition and pattern; `loss_fn(o, y)` is a scalar, with `model.loss` the book's. Every entry is
@@ -52,8 +62,8 @@ def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) ->
             steps = [torch.cat([steps[0][:1] + outside, steps[0][1:]]), *steps[1:]] if steps else [outside[None]]
         if steps:
             shares[name] = torch.cat(steps)
-    short = _short_names(model)
-    return {short[name]: share for name, share in shares.items()}
+    short = short_names(model)
+    return StepGradients({short[name]: share for name, share in shares.items()})
 
 
 @dataclass
@@ -67,10 +77,15 @@ class _Call:
     is_for_all_steps: bool = False
 
 
-def _cells(model: nn.Module) -> list[nn.Module]:
+def cells_of(model: nn.Module) -> list[nn.Module]:
     """The transitions of a model, each once."""
     found = [part.cell for part in model.modules() if isinstance(part, Recurrent) and isinstance(part.cell, nn.Module)]
     return list(dict.fromkeys(found))
+
+
+def core_of(cell: nn.Module) -> nn.Module:
+    """A transition without the table of embeddings that it reads through."""
+    return core_of(cell.cell) if isinstance(cell, Embedded) else cell
 
 
 @contextmanager
@@ -93,7 +108,7 @@ def _copies_for_each_call(model: nn.Module, sequences: set[torch.Size]) -> Itera
 
     A call of such another module on sequences, whose shapes `[τ, batch]` are given, is for all their steps.
     """
-    cells = _cells(model)
+    cells = cells_of(model)
     inside = {part for cell in cells for part in cell.modules()}
     owners = {cell: [*cell.modules()] for cell in cells} | {m: [m] for m in model.modules() if m not in inside}
     slots = {
@@ -158,7 +173,7 @@ def _outputs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return model.given(x, y) if isinstance(model, Pattern) else model(x)
 
 
-def _short_names(model: nn.Module) -> dict[str, str]:
+def short_names(model: nn.Module) -> dict[str, str]:
     """Each parameter's name without the leading parts that are not needed to tell it from the others."""
     names = [name for name, _ in model.named_parameters()]
 
@@ -200,6 +215,10 @@ class GradientFlow:
         object.__setattr__(self, "rate", rate)
         object.__setattr__(self, "verdict", _verdict(reach, rate, self.gated))
 
+    def draw(self) -> Drawing:
+        """`norms` as a picture, k across and t downwards, with `reach` and `verdict`."""
+        return charts.gradient_flow(self.norms, self.reach, self.verdict, (VANISHED, EXPLODED))
+
 
 VANISHED, EXPLODED = 1e-3, 1e3  # the size relative to distance 0 at which a gradient counts as gone, or as too large
 
@@ -216,7 +235,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
     >>> flow.norms.shape, flow.verdict.split()[0]
     (torch.Size([40, 40]), 'vanishes')
     """
-    if not _cells(model):
+    if not cells_of(model):
         raise TypeError(
             f"{name_of(model)} holds no lf.Recurrent with a module as its transition, so no states to follow."
         )
@@ -246,7 +265,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
             parts = [g.square().sum() for g in found[k * width : (k + 1) * width] if g is not None]
             if parts:
                 norms[t, k] = torch.stack(parts).sum().sqrt()
-    return GradientFlow(norms, all(isinstance(cell, LSTM | LayerNormLSTM | GRU) for cell in _cells(model)))
+    return GradientFlow(norms, all(isinstance(core_of(cell), LSTM | LayerNormLSTM | GRU) for cell in cells_of(model)))
 
 
 @contextmanager
@@ -260,7 +279,7 @@ def _chains(model: nn.Module) -> Iterator[dict[nn.Module, list[State]]]:
         chains.setdefault(cell, []).append(state)
         return state
 
-    hooks = [cell.register_forward_hook(record) for cell in _cells(model)]
+    hooks = [cell.register_forward_hook(record) for cell in cells_of(model)]
     try:
         yield chains
     finally:
@@ -273,7 +292,7 @@ def _read_backwards(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = set()
     for part in model.modules():
         if isinstance(part, Bidirectional):
-            found ^= set(_cells(part.backwards))
+            found ^= set(cells_of(part.backwards))
     return found
 
 
@@ -315,15 +334,16 @@ def _verdict(reach: Tensor, rate: float, gated: bool) -> str:
     if not bool(reach.isfinite().all()) or float(reach.max()) > EXPLODED:
         d = int((~(reach <= EXPLODED)).nonzero()[0])
         cell = "" if gated else ", or use a gated cell (lf.LSTM, lf.GRU)"
+        grows = f"explodes after about {d} steps: it grows {rate:.3g}-fold with every step back"
         return (
-            f"explodes after about {d} steps: it grows {rate:.3g}-fold with every step back. Clip the gradient "
+            f"{grows if d else 'explodes at once: it is no finite number'}. Clip the gradient "
             f"(torch.nn.utils.clip_grad_norm_), start W smaller or orthogonal (recurrent_init=lf.Orthogonal()){cell}."
         )
     if float(reach.min()) < VANISHED:
         d = int((reach < VANISHED).nonzero()[0])
-        cell = "Start the forget gate open (forget_bias=1.0)" if gated else "Use a gated cell (lf.LSTM, lf.GRU)"
+        cell = "an lf.LSTM with an open forget gate (forget_bias=1.0)" if gated else "a gated cell (lf.LSTM, lf.GRU)"
         return (
-            f"vanishes after about {d} steps: {rate:.3g} of it is left with every step back. {cell}, or start W "
+            f"vanishes after about {d} steps: {rate:.3g} of it is left with every step back. Use {cell}, or start W "
             f"orthogonal (recurrent_init=lf.Orthogonal())."
         )
     after = f"{float(reach[-1]):.2g} times its size after {len(reach) - 1} steps"

@@ -2,6 +2,9 @@
 
 from loopfold.backpropagation import BPTT, bptt, truncated_bptt
 from loopfold.comparison import Row, compare
+from loopfold.drawing.circuit import Level
+from loopfold.drawing.draw import draw
+from loopfold.drawing.figure import Drawing
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
@@ -24,7 +27,7 @@ from loopfold.feeding import (
     TeacherForcing,
 )
 from loopfold.generation import Beam, generate
-from loopfold.gradients import GradientFlow, gradient_flow, per_step_gradients
+from loopfold.gradients import GradientFlow, StepGradients, gradient_flow, per_step_gradients
 from loopfold.language.base import Context, LanguageModel, Next, Scored
 from loopfold.language.ngram import NGramLM
 from loopfold.language.recurrent import RecurrentLM
@@ -38,8 +41,10 @@ from loopfold.patterns import (
     SequenceToSequence,
     VectorToSequence,
 )
+from loopfold.probing import HiddenStates, Tracked, hidden_states
 from loopfold.processes import Processes
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout, from_torch, to_torch
+from loopfold.spectrum import Eigenvalues, eigenvalues
 from loopfold.stepgraph.trace import StepGraph, step_graph
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
@@ -76,6 +81,8 @@ __all__ = [
     "Corpus",
     "CorpusError",
     "Diverged",
+    "Drawing",
+    "Eigenvalues",
     "Elman",
     "Embedded",
     "EncoderDecoder",
@@ -86,11 +93,13 @@ __all__ = [
     "GRU",
     "GradientFlow",
     "Greedy",
+    "HiddenStates",
     "LSTM",
     "LSTMState",
     "LanguageModel",
     "LayerNormLSTM",
     "Ledger",
+    "Level",
     "Looped",
     "NGramLM",
     "Next",
@@ -119,12 +128,14 @@ __all__ = [
     "Sequential",
     "Soft",
     "Stacked",
+    "StepGradients",
     "StepGraph",
     "Stopped",
     "Subwords",
     "TeacherForcing",
     "Terminal",
     "Tokens",
+    "Tracked",
     "Transition",
     "Unfolding",
     "Uniform",
@@ -136,9 +147,12 @@ __all__ = [
     "Words",
     "bptt",
     "compare",
+    "draw",
+    "eigenvalues",
     "from_torch",
     "generate",
     "gradient_flow",
+    "hidden_states",
     "open_run",
     "per_step_gradients",
     "perplexity",

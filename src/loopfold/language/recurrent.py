@@ -50,15 +50,16 @@ class RecurrentLM(LanguageModel):
 
     def forward(self, tokens: Tensor, context: Context, lengths: Tensor | None = None) -> Scored:
         x = torch.cat([context.last[None], tokens[:-1]])  # x(t) = token(t-1)
-        run = self.network.recurrent(self._encode(x), context.memory, lengths)
+        run = self.network.recurrent(self.encode(x), context.memory, lengths)
         o = self.network.readout(self.dropout(run.hidden))
         return Scored(losses(o, tokens, lengths), Context(at_end(tokens, lengths), run.last))
 
     def next(self, context: Context) -> Next:
-        run = self.network.recurrent(self._encode(context.last[None]), context.memory)
+        run = self.network.recurrent(self.encode(context.last[None]), context.memory)
         return Next(self.network.readout(run.last_hidden).log_softmax(-1), run.last)
 
-    def _encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
+        """Tokens as `network` reads them; |V| is the start of a text."""
         if self.reads_tokens:
             return x
         return F.one_hot(x, self.vocabulary_size + 1)[..., :-1].to(self.network.c.dtype)

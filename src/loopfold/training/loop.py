@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from loopfold.drawing.charts import learning_curves
+from loopfold.drawing.figure import Drawing
 from loopfold.evaluation import perplexity
 from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes, ProcessLost, join_processes
@@ -55,6 +57,18 @@ class Run:
     def corpus(self) -> Corpus:
         """The text that it was trained on, read again; it must not have changed."""
         return self._corpus
+
+    def learning_curve(self) -> Drawing:
+        """Nats per token in training and on the valid text; across, the baselines of `loopfold compare`, if it ran."""
+        curves = {
+            part: [(entry["step"], entry[part]) for entry in self.metrics if part in entry]
+            for part in ("train", "valid")
+        }
+        if not any(curves.values()):
+            raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
+        part, baselines = RunFolder(self.path).baselines()
+        name = f"{self.config['corpus']['name']}, {self.options.kind}"
+        return learning_curves(curves, baselines, f"{name}; baselines on the {part} text" if baselines else name)
 
     @cached_property
     def _corpus(self) -> Corpus:
