@@ -1,0 +1,78 @@
+"""What all commands share: the app that they belong to, its errors, and how a run is named."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Recurrent networks: train one on text, measure it beside honest baselines, let it write.",
+)
+RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold train` makes it.", show_default=False)]
+
+
+def main() -> None:
+    """What the command `loopfold` runs."""
+    before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
+    try:
+        with _errors():
+            app()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stop(number: int, frame: object) -> None:
+    """At once: an exception in the middle of an import would be taken for another."""
+    os.write(2, b"\nloopfold: stopped.\n")
+    os._exit(128 + number)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        from loopfold import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Whatever a user can mend is one sentence and exit code 2, not a traceback."""
+    try:
+        yield
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        typer.echo(f"loopfold: {' '.join(str(error).splitlines())}", err=True)
+        sys.stdout.flush()
+        os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
+
+
+def _exit_code(error: Exception) -> int | None:
+    from loopfold.processes import ProcessLost
+    from loopfold.text.corpus import CorpusError
+    from loopfold.training.folder import RunError
+    from loopfold.training.loop import Diverged, Stopped
+    from loopfold.training.options import OptionError
+
+    if isinstance(error, Stopped):
+        return 128 + error.signal
+    if isinstance(error, Diverged | ProcessLost):
+        return 1
+    return 2 if isinstance(error, CorpusError | OptionError | RunError | ImportError) else None
+
+
+def _several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1

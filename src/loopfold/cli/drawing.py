@@ -1,0 +1,150 @@
+"""The command that draws: a run, a cell by its name, or a cell of your own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loopfold.cli.base import app
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from loopfold.feeding import Feeding
+
+_READS, _UNITS, _OUTPUTS = 3, 4, 3  # a picture is the same at any size
+
+
+@app.command(
+    epilog="**Examples:** `loopfold draw lstm --operations`, `loopfold draw my_cell.py:MyCell --steps 4`, "
+    "`loopfold draw gru --pattern encoder-decoder --steps 4 --feeding free`, "
+    "`loopfold draw runs/bard --steps 8 --gradients --out back.png`."
+)
+def draw(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder; elman, lstm, gru or layernorm-lstm; or your own cell: path/to/file.py:Class.",
+            show_default=False,
+        ),
+    ],
+    steps: Annotated[int | None, typer.Option(help="Unfold it for so many steps; the circuit by default.")] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="The way back; of a run, with the sizes of its real gradients.")
+    ] = False,
+    operations: Annotated[bool, typer.Option("--operations", help="Every operation, not the variables alone.")] = False,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            help="Put the cell into a network: sequence-to-sequence, sequence-to-one, output-recurrence, "
+            "vector-to-sequence, encoder-decoder or autoencoder."
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the cell on top of each other.")] = 1,
+    bidirectional: Annotated[bool, typer.Option("--bidirectional", help="Each layer reads both ways.")] = False,
+    feeding: Annotated[
+        str | None, typer.Option(help="What goes back in: teacher (the truth), free (the model's own), scheduled.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot.", show_default=False)
+    ] = None,
+) -> None:
+    """The circuit of a network, or its graph unfolded over time, as a picture."""
+    from loopfold.drawing.circuit import Level
+    from loopfold.drawing.draw import draw as draw_model
+    from loopfold.training.folder import RunError
+    from loopfold.training.options import OptionError
+
+    y: Tensor | None = None
+    if Path(what).is_dir():
+        if pattern or layers > 1 or bidirectional:
+            raise OptionError("a run has a network of its own: leave out --pattern, --layers and --bidirectional.")
+        model, y = _of_run(Path(what), steps if gradients else None)
+    else:
+        model = _network(what, pattern, layers, bidirectional)
+    try:
+        picture = draw_model(
+            model,
+            steps,
+            gradients,
+            level=Level.OPERATIONS if operations else Level.BOOK,
+            feeding=None if feeding is None else _feeding(feeding),
+            y=y,
+        )
+        name = f"{Path(what.rpartition(':')[2] or what).name}-{'circuit' if steps is None else f'{steps}-steps'}.svg"
+        path = picture.save(out or Path(name))
+    except (ValueError, TypeError) as error:
+        raise OptionError(str(error)) from error
+    except OSError as error:
+        raise RunError(str(error)) from error
+    typer.echo(f"{picture.title}: {path}")
+
+
+def _of_run(path: Path, steps: int | None) -> "tuple[nn.Module, Tensor | None]":
+    """The model of a run, and tokens for `steps` steps of its own held-out text."""
+    from loopfold.comparison import held_out
+    from loopfold.training.loop import open_run
+
+    run = open_run(path)
+    if steps is None or steps < 1:
+        return run.model, None
+    ids = held_out(run, corpus := run.corpus(), corpus.part).ids
+    streams = max(1, min(8, len(ids) // steps))
+    return run.model, ids[: steps * streams].view(streams, -1).T
+
+
+def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -> "nn.Module":
+    from loopfold.feeding import Classes, Reals
+    from loopfold.patterns import (
+        Autoencoder,
+        EncoderDecoder,
+        OutputRecurrence,
+        SequenceToOne,
+        SequenceToSequence,
+        VectorToSequence,
+    )
+    from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked
+    from loopfold.training.options import OptionError, choose, make_cell
+
+    def layer(reads: int, both: bool = bidirectional) -> RecurrentLayer:
+        parts: list[RecurrentLayer] = []
+        for _ in range(layers):
+            directions = [Recurrent(make_cell(cell, reads, _UNITS)) for _ in range(2 if both else 1)]
+            parts.append(Bidirectional(*directions) if both else directions[0])
+            reads = parts[-1].hidden_size
+        return Stacked(parts) if layers > 1 else parts[0]
+
+    def output_recurrence() -> "nn.Module":
+        if cell != "elman" or layers > 1 or bidirectional:
+            raise OptionError("output recurrence has a step of its own: type elman --pattern output-recurrence.")
+        return OutputRecurrence(_READS, _UNITS, _OUTPUTS)
+
+    def decoder(vector: int) -> RecurrentLayer:
+        return layer(vector + _OUTPUTS, both=False)  # what is written step by step cannot be read backwards
+
+    encoded = _UNITS * (2 if bidirectional else 1)
+    patterns: dict[str, Callable[[], Any]] = {
+        "sequence-to-sequence": lambda: SequenceToSequence(layer(_READS), Classes(_OUTPUTS)),
+        "sequence-to-one": lambda: SequenceToOne(layer(_READS), Classes(_OUTPUTS)),
+        "output-recurrence": output_recurrence,
+        "vector-to-sequence": lambda: VectorToSequence(layer(_READS + _OUTPUTS), Classes(_OUTPUTS)),
+        "encoder-decoder": lambda: EncoderDecoder(layer(_READS), decoder(encoded), Classes(_OUTPUTS)),
+        "autoencoder": lambda: Autoencoder(layer(_OUTPUTS), decoder(encoded), Reals(_OUTPUTS)),
+    }
+    try:
+        return layer(_READS) if pattern is None else patterns[choose("pattern", pattern, tuple(patterns))]()
+    except (ValueError, TypeError) as error:
+        raise OptionError(str(error)) from error
+
+
+def _feeding(name: str) -> "Feeding":
+    from loopfold.feeding import FreeRunning, ScheduledSampling, TeacherForcing
+    from loopfold.training.options import choose
+
+    kinds: dict[str, Feeding] = {
+        "teacher": TeacherForcing(),
+        "free": FreeRunning(),
+        "scheduled": ScheduledSampling(0.5),
+    }
+    return kinds[choose("feeding", name, tuple(kinds))]

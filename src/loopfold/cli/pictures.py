@@ -1,0 +1,170 @@
+"""The commands that show a run: gradients, report."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loopfold.cli.base import RunArgument, app
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopfold.drawing.figure import Drawing
+    from loopfold.gradients import GradientFlow
+    from loopfold.probing import Tracked
+    from loopfold.spectrum import Eigenvalues
+    from loopfold.training.loop import Run
+
+# ------------------------------------------------------------------ gradients
+
+PASSAGES = 8  # read side by side, from all over the text
+SHARES = 200_000_000  # numbers: the shares of each step hold as many as the parameters, times the steps
+READ = 4_000  # characters over which units are compared with features of the text
+
+
+@app.command(epilog="**Example:** `loopfold gradients runs/bard --on valid --steps 100 --out pictures`.")
+def gradients(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="The folder for the pictures; RUN/pictures by default.")] = None,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps of a passage; the time it takes grows with its square.")
+    ] = 64,
+    on: Annotated[
+        str | None, typer.Option(help="Which part of the run's text: test, valid or train; test, if there is one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Where gradients vanish or explode, what each step adds, the eigenvalues of W, and which unit tracks what."""
+    from loopfold.comparison import held_out
+    from loopfold.gradients import gradient_flow, per_step_gradients
+    from loopfold.language.base import count_parameters
+    from loopfold.language.recurrent import RecurrentLM
+    from loopfold.probing import hidden_states
+    from loopfold.training.loop import open_run
+    from loopfold.training.options import OptionError, choose
+
+    found = open_run(run)
+    model = found.model
+    if not isinstance(model, RecurrentLM):
+        raise OptionError(f"{run} is a {found.options.kind} without recurrence: no gradient goes back through time.")
+    corpus = found.corpus()
+    on = choose("part", on or corpus.part, ("test", "valid", "train"))
+    x, y = _passages(held_out(found, corpus, on).ids, steps)
+    network, x = model.network, model.encode(x)
+    flow = gradient_flow(network, network.loss, x, y)
+    fewer = max(1, min(len(x), SHARES // count_parameters(network)))
+    shares = per_step_gradients(network, network.loss, x[:fewer], y[:fewer])
+    spectrum = _spectrum(found)
+    text = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}[on]
+    states = hidden_states(model, found.vocabulary, text[:READ])
+    drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
+    drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
+    paths = _save(drawings, out or run / "pictures")
+    passages = f"{on} text, {x.shape[1]} passage{'s'[: x.shape[1] > 1]} of {len(x)} {found.vocabulary.unit}s"
+    if as_json:
+        data = {
+            "on": on,
+            "steps": len(x),
+            "passages": x.shape[1],
+            "verdict": flow.verdict,
+            "rate": flow.rate,
+            "reach": [d if math.isfinite(d) else None for d in flow.reach.tolist()],
+            "spectral_radius": spectrum.radius if spectrum else {},
+            "tracking": [vars(tracked) for tracked in states.tracking],
+            "pictures": [str(path) for path in paths],
+        }
+        typer.echo(json.dumps(data, indent=1))
+    else:
+        typer.echo(_describe(passages, flow, spectrum, states.tracking, paths))
+
+
+def _passages(ids: "Tensor", steps: int) -> tuple["Tensor", "Tensor"]:
+    """Passages from all over the text, x and y `[τ, passages]`: y(t) is the token after x(t). States begin at zero."""
+    import torch
+
+    from loopfold.training.options import OptionError
+
+    if len(ids) < 2:
+        raise OptionError(f"the text has {len(ids)} token, and one must follow another: choose another part with --on.")
+    steps = min(steps, len(ids) - 1)
+    count = min(PASSAGES, (len(ids) - 1) // steps)
+    starts = torch.linspace(0, len(ids) - 1 - steps, count).long()
+    place = starts + torch.arange(steps)[:, None]
+    return ids[place], ids[place + 1]
+
+
+def _spectrum(run: "Run") -> "Eigenvalues | None":
+    from loopfold.spectrum import eigenvalues
+
+    try:
+        return eigenvalues(run.model)
+    except ValueError:  # a cell of the user's own may have no such matrix
+        return None
+
+
+def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
+    from loopfold.training.folder import RunError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"{folder} cannot be written: {reason}. Choose another place with --out.") from error
+
+
+def _describe(
+    passages: str,
+    flow: "GradientFlow",
+    spectrum: "Eigenvalues | None",
+    tracking: "list[Tracked]",
+    paths: list[Path],
+) -> str:
+    last = len(flow.reach) - 1
+    distances = sorted({d for d in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if d < last} | {last})
+    lines = [
+        f"{'text':<24}{passages}",
+        f"{'gradient':<24}{flow.verdict}",
+        "",
+        f"{'distance d = t - k':<24}‖∂L(t)/∂h(k)‖, relative to d = 0",
+        *(f"{d:<24}{float(flow.reach[d]):.3g}" for d in distances),
+        "",
+        *_radii(spectrum),
+        f"{'feature of the text':<28}{'unit':>4}  correlation",
+        *(f"{tracked.feature:<28}{tracked.unit:>4}  {tracked.correlation:+.2f}" for tracked in tracking),
+        "",
+        f"The pictures are in {paths[0].parent}: {', '.join(path.name for path in paths)}",
+    ]
+    return "\n".join(lines)
+
+
+def _radii(spectrum: "Eigenvalues | None") -> list[str]:
+    if spectrum is None:
+        return []
+    rows = [f"{name:<24}{radius:.3f}" for name, radius in spectrum.radius.items()]
+    return [f"{'matrix':<24}spectral radius", *rows, ""]
+
+
+# ------------------------------------------------------------------ report
+
+
+@app.command(
+    epilog="**Example:** `loopfold report runs/bard --out bard.html`, then open it in a browser, online or not."
+)
+def report(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="The file to write; RUN/report.html by default.")] = None,
+    passage: Annotated[
+        str | None, typer.Option(help="Text to show the hidden states of; by default the held-out text's beginning.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """One page on a run, for a browser: curve, table, graphs, gradients, hidden states and samples. Works offline."""
+    from loopfold.report.page import write_report
+    from loopfold.training.loop import open_run
+
+    path = write_report(open_run(run, device), out, passage)
+    typer.echo(f"The report is in {path}. Open it in a browser.")

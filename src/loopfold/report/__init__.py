@@ -1,0 +1,1 @@
+"""One page on a run, for a browser: markup, what it shows, the page."""

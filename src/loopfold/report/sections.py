@@ -1,0 +1,221 @@
+"""The sections of the page that every run has: what was trained, how it went, how good it is, what it writes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loopfold.drawing.charts import learning_curves
+from loopfold.feeding import Greedy, Pick, Sample
+from loopfold.generation import generate
+from loopfold.report.markup import escape, figure, picture, scroll_box, table
+from loopfold.report.subject import Subject
+
+TEMPERATURES = (0.5, 0.8, 1.0)
+WRITTEN = {"word": 80, "subword": 120}  # tokens of a sample; of characters and bytes, 400
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: its id, its heading, its HTML, and the data that its script reads, by their ids."""
+
+    id: str
+    heading: str
+    body: str
+    data: Mapping[str, Any] | None = None
+
+
+def summary(subject: Subject) -> str:
+    """Above all sections: what it is in a sentence, and the few figures that matter."""
+    run, ledger = subject.run, subject.ledger
+    unit = escape(subject.unit)
+    what = "A recurrent network" if run.options.model == "recurrent" else "A network without recurrence"
+    best = min((entry["valid"] for entry in run.metrics if "valid" in entry), default=None)
+    layers = f"{run.options.layers} layers of " if run.options.layers > 1 else ""
+    sentence = (
+        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learnt to predict the next "
+        f"{unit} from {run.config['corpus']['tokens']:,} {unit}s of {escape(subject.corpus.name)}. It knows "
+        f"{run.vocabulary.size:,} different {unit}s."
+    )
+    if best is not None:
+        sentence += f" Its best loss on the valid text is {best:.4f} nats per {unit}."
+    figures = [("parameters", f"{subject.parameters:,}"), ("in training", duration(subject.seconds))]
+    if ledger is not None:
+        name = f"perplexity a {unit}, {subject.part} text"
+        figures.insert(0, (name, number(ledger.perplexity)))
+    if subject.speed is not None:
+        figures.append((f"{unit}s a second in training", f"{subject.speed:,.0f}"))
+    pairs = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
+    return f'<p class="lead">{sentence}</p><dl class="figures">{pairs}</dl>'
+
+
+# ------------------------------------------------------------------ what was trained
+
+TEXT = ("sources", "split", "valid", "test", "unit", "vocabulary_size")
+MODEL = (
+    "model",
+    "cell",
+    "hidden_size",
+    "layers",
+    "embedding_size",
+    "one_hot",
+    "tied",
+    "dropout",
+    "variational",
+    "span",
+)
+
+
+def the_run(subject: Subject) -> Section:
+    run, corpus = subject.run, subject.corpus
+    options = run.options.as_json()
+    best = min((entry["valid"] for entry in run.metrics if "valid" in entry), default=None)
+    steps = run.metrics[-1]["step"] if run.metrics else 0
+    text = {
+        "name": corpus.name,
+        "training text": f"{len(corpus.train):,} characters",
+        "valid text": f"{len(corpus.valid):,} characters",
+        "test text": f"{len(corpus.test):,} characters",
+        f"training {subject.unit}s": f"{run.config['corpus']['tokens']:,}",
+        "vocabulary": f"{run.vocabulary.size:,} {subject.unit}s",
+        "SHA-256": corpus.sha256[:16] + "…",
+    }
+    model = {"parameters": f"{subject.parameters:,}"}
+    training = {
+        "steps taken": f"{steps:,}",
+        "time": duration(subject.seconds),
+        "best valid loss": "—" if best is None else f"{best:.4f} nats per {subject.unit}",
+        "versions": ", ".join(f"{name} {value}" for name, value in run.config["versions"].items()),
+    }
+    groups = [
+        ("Text", text, TEXT),
+        ("Model", model, MODEL),
+        ("Training", training, tuple(name for name in options if name not in {*TEXT, *MODEL})),
+    ]
+    tables = "".join(
+        table([], [("", row) for row in _facts(found, {k: options[k] for k in names})], name)
+        for name, found, names in groups
+    )
+    return Section("run", "All that was chosen", f'<div class="options wide">{tables}</div>')
+
+
+def _facts(found: Mapping[str, str], options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    chosen = {name.replace("_", " "): plain(value) for name, value in options.items() if value is not None}
+    return [(escape(name), escape(value)) for name, value in (dict(found) | chosen).items()]
+
+
+def plain(value: Any) -> str:
+    """An option as one reads it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(plain, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as one says them.
+
+    >>> duration(44.6), duration(480), duration(7500)
+    ('45 s', '8 min', '2 h 5 min')
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def number(value: float | None) -> str:
+    """A perplexity; None stands for one without bounds.
+
+    >>> number(3.10139), number(None)
+    ('3.101', '∞')
+    """
+    return "∞" if value is None or math.isinf(value) else f"{value:,.3f}"
+
+
+# ------------------------------------------------------------------ how it went, and how good it is
+
+
+def the_curve(subject: Subject) -> Section:
+    entries = subject.run.metrics
+    curves = {
+        "train": [(entry["step"], entry["train"]) for entry in entries if math.isfinite(entry["train"])],
+        "valid": [(entry["step"], entry["valid"]) for entry in entries if "valid" in entry],
+    }
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return Section("curve", "Learning curve", '<p class="note">The run has not taken a step yet.</p>')
+    lines = {f"{name}, {subject.part} text": nats for name, nats in subject.table.lines.items()}
+    drawing = learning_curves(curves, lines)
+    about = "The loss in training and on the valid text"
+    rest = f"; across, how the run and its baselines do on the {subject.part} text" if lines else ""
+    body = figure(scroll_box(picture(drawing), "Learning curve"), f"{about}{escape(rest)}.", "wide curve")
+    return Section("curve", "Learning curve", body)
+
+
+def the_table(subject: Subject) -> Section:
+    rows, note = subject.table.rows, subject.table.note
+    body = ""
+    if rows:
+        bits = [row["ledger"]["bits_per_character"] for row in rows]
+        most = max((b for b in bits if b is not None), default=1.0)
+        ledger = rows[-1]["ledger"]
+        body = (
+            "<p>Perplexity says among how many equally likely ones the model in effect has to choose the next "
+            f"{escape(subject.unit)}: 1 for a perfect model, the size of the vocabulary for one that knows nothing. "
+            "All are scored on the same text, each token once.</p>"
+        )
+        cells = [
+            (
+                "own" if row["name"] == subject.table.own else "",
+                (
+                    escape(row["name"]),
+                    f"{row['parameters']:,}",
+                    number(row["ledger"]["perplexity"]),
+                    "—" if b is None else f"{b:.3f}",
+                    _bar((b or 0) / most),
+                ),
+            )
+            for row, b in zip(rows, bits, strict=True)
+        ]
+        head = ["model", "parameters", "perplexity", "bits per character", '<span class="unseen">as a bar</span>']
+        caption = f"{subject.corpus.name}, {subject.part} text: {ledger['tokens']:,} {ledger['unit']}s"
+        body += scroll_box(table(head, cells, escape(caption)), "Perplexities")
+    if note:
+        body += f'<p class="note">{_with_command(note)}</p>'
+    return Section("perplexity", "Perplexity beside baselines", body)
+
+
+def _bar(share: float) -> str:
+    return f'<span class="bar" aria-hidden="true"><span style="width:{100 * share:.1f}%"></span></span>'
+
+
+def _with_command(note: str) -> str:
+    """A sentence that ends in a command to type."""
+    said, _, command = note.rpartition(" type ")
+    return f"{escape(said)} type <code>{escape(command)}</code>" if said else escape(note)
+
+
+# ------------------------------------------------------------------ what it writes
+
+
+def the_samples(subject: Subject) -> Section:
+    model, vocabulary = subject.run.model, subject.run.vocabulary
+    device = next(model.parameters()).device
+    picks: dict[str, Pick] = {
+        f"temperature {t}": Sample(torch.Generator(device).manual_seed(0), t) for t in TEMPERATURES
+    }
+    picks["always the likeliest"] = Greedy()
+    length = WRITTEN.get(vocabulary.unit, 400)
+    samples = "".join(
+        figure(f'<pre dir="auto">\n{escape(generate(model, vocabulary, "", length, pick))}</pre>', name, "sample")
+        for name, pick in picks.items()
+    )
+    words = (
+        f"<p>{length} {escape(vocabulary.unit)}s each, from the beginning of a text. A low temperature keeps to what "
+        "is likely, a high one dares more. The seed is 0, so another report of this run shows the same.</p>"
+    )
+    return Section("samples", "What it writes", words + samples)

@@ -1,0 +1,335 @@
+"""The report: what is on the page, that nothing on it does harm, that it needs nothing else, and what it refuses."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reports import HOSTILE, NAME, hostile, trained
+from test_cli import loopfold, refused
+
+import loopfold as lf
+from loopfold.report import inside, subject
+from loopfold.report.markup import data_block, escape
+from loopfold.report.page import report_page, write_report
+from loopfold.report.subject import Subject
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOID = {"meta", "link", "img", "input", "br"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, its text, and what stands in each script and table. Tags must be closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+            self.inside.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in {*self.open}:
+            self.inside[tag][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def data(self, name: str) -> Any:
+        scripts = zip(self.all("script"), self.inside["script"], strict=True)
+        return next(json.loads(text) for attributes, text in scripts if attributes.get("id") == name)
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(hostile()[1].read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def _few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the most time, and other tests look at all of them."""
+    monkeypatch.setattr(inside, "STEPS", (1, 2))
+
+
+# ------------------------------------------------------------------ what is on the page
+
+
+def test_every_section_is_there_and_headings_are_in_order(page: Page) -> None:
+    ids = ["curve", "perplexity", "samples", "graphs", "gradients", "states", "run"]
+    assert [attributes["id"] for attributes in page.all("section")] == ids
+    assert {attributes["href"] for attributes in page.all("a")} == {f"#{name}" for name in ids}
+    labels = {attributes.get("id") for tag, attributes in page.tags if tag == "h2"}
+    assert {attributes["aria-labelledby"] for attributes in page.all("section")} == labels
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert len(page.all("main")) == 1
+
+
+def test_the_ids_are_unique_and_every_label_finds_its_control(page: Page) -> None:
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len({*ids})
+    for attributes in page.all("label"):
+        assert "for" not in attributes or attributes["for"] in ids
+    assert all(attributes.get("scope") for attributes in page.all("th"))
+
+
+def test_the_figures_are_those_of_the_run(page: Page) -> None:
+    run, _ = hostile()
+    about = Subject(run)
+    assert about.ledger is not None
+    assert f"{about.ledger.perplexity:.3f}" in page.inside["dl"][0]
+    table = page.inside["table"][0]
+    assert "uniform" in table
+    assert f"gru 8{sum(p.numel() for p in run.model.parameters()):,}{about.ledger.perplexity:.3f}" in table
+    everything = " ".join(page.inside["table"])
+    for name, value in {"learning rate": "0.03", "hidden size": "8", "tied": "no", "split": "80, 10, 10"}.items():
+        assert f"{name}{value}" in everything
+
+
+def test_there_is_a_graph_for_every_number_of_steps_both_ways(page: Page) -> None:
+    graphs = [a for a in page.all("figure") if "data-steps" in a]
+    assert [(a["data-way"], a["data-steps"]) for a in graphs] == [
+        (way, str(steps)) for way in ("forward", "backward") for steps in (*range(1, 9), 100)
+    ]
+    assert [a["data-steps"] for a in graphs if "hidden" not in a] == ["3"]
+
+
+def test_the_hidden_states_are_those_of_the_model(page: Page) -> None:
+    run, _ = hostile()
+    data = page.data("states-data")
+    assert "".join(data["pieces"]) == run.corpus().test[:300]
+    values = torch.frombuffer(bytearray(base64.b64decode(data["values"])), dtype=torch.int16).view(-1, data["units"])
+    states = lf.hidden_states(run.model, run.vocabulary, run.corpus().test)
+    torch.testing.assert_close(values / 32767 * data["scale"], states.values[:300], rtol=0, atol=data["scale"] / 32767)
+    assert [sorted(choice["order"]) for choice in data["choices"]] == [[*range(8)]] * len(data["choices"])
+    best = states.tracking[0]
+    assert data["tracked"][str(best.unit)] == f"{best.feature} {best.correlation:+.2f}"
+
+
+def test_the_gradients_are_those_of_the_model(page: Page) -> None:
+    run, _ = hostile()
+    assert isinstance(run.model, lf.RecurrentLM)
+    x, y = (part[:64] for part in Subject(run).x_and_y)
+    flow = lf.gradient_flow(run.model.network, run.model.network.loss, x, y)
+    torch.testing.assert_close(torch.tensor(page.data("flow-data")["norms"]), flow.norms, rtol=1e-3, atol=1e-30)
+    assert flow.verdict[1:] in page.inside["main"][0]
+
+
+def test_samples_are_the_same_every_time(page: Page) -> None:
+    run, _ = hostile()
+    drawn = lf.generate(run.model, run.vocabulary, "", 400, lf.Sample(torch.Generator().manual_seed(0), 0.5))
+    assert page.inside["pre"][0].lstrip("\n") == drawn.lstrip("\n").replace("\x0b", "\ufffd")
+
+
+# ------------------------------------------------------------------ nothing does harm, nothing is fetched
+
+
+def test_nothing_of_the_text_becomes_markup(page: Page) -> None:
+    assert not page.all("img")
+    assert [a.get("type") for a in page.all("script")] == ["application/json", "application/json", None]
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+    text = page.inside["main"][0]
+    assert "<img src=x onerror=" in text
+    assert NAME in page.inside["title"][0]
+
+
+def test_the_page_allows_its_own_script_and_no_other(page: Page) -> None:
+    policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    script = page.inside["script"][-1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy is not None
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none';")
+    assert "</" not in script
+
+
+def test_the_page_names_nothing_outside_itself(page: Page) -> None:
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "action", "data", "poster", "srcset"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), (tag, name, value)
+    text = hostile()[1].read_text(encoding="utf-8")
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert {*re.findall(r"https?://[^\"'<> ]+", text)} <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert len(text.encode()) < 5_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["</script>", "<!--", "]]>", "\u2028\u2029", "\0", "\ud800", "&amp;", "\ufffe", '"\'<b onclick="x">', HOSTILE],
+)
+def test_text_of_any_kind_stays_text(text: str) -> None:
+    block = data_block("x", {"pieces": [text]})
+    block.encode()
+    assert Page(block).data("x") == {"pieces": [text]}
+    assert not re.search("[<>&\u2028\u2029]", block[len('<script type="application/json" id="x">') : -len("</script>")])
+    shown = escape(text)
+    found = Page(f'<p title="{shown}">{shown}</p>'.encode().decode())
+    unfit = re.sub("[\0\ud800\ufffe]", "\ufffd", text)
+    assert found.inside["p"] == [unfit]
+    assert found.tags == [("p", {"title": unfit})]
+
+
+def test_what_the_page_is_made_of_is_installed() -> None:
+    assert {"page.html", "page.css", "page.js"} <= {file.name for file in files("loopfold.report").iterdir()}
+
+
+# ------------------------------------------------------------------ runs of other kinds
+
+
+def test_a_run_without_recurrence(tmp_path: Path) -> None:
+    page = Page(report_page(Subject(trained(tmp_path, model="window", span=4))))
+    assert [a["id"] for a in page.all("section")] == ["curve", "perplexity", "samples", "inside", "run"]
+    assert "A window sees the last 4 tokens and keeps no state." in page.inside["main"][0]
+    assert len(page.all("script")) == 1
+
+
+@pytest.mark.usefixtures("_few_graphs")
+@pytest.mark.parametrize("unit", ["bytes", "words", "subwords"])
+def test_a_run_of_other_units(unit: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"vocabulary_size": 300} if unit == "subwords" else {}
+    run = trained(tmp_path, text=HOSTILE * 60, unit=unit, cell="lstm", layers=2, epochs=0.1, **changes)
+    page = Page(report_page(Subject(run)))
+    pieces = page.data("states-data")["pieces"]
+    assert len(pieces) == (210 if unit == "words" else 300)  # all words that there are
+    assert (
+        "".join(pieces)[:30] == run.vocabulary.decode(run.vocabulary.encode(run.corpus().test[:200]).ids.tolist())[:30]
+    )
+    assert not page.all("img")
+
+
+@pytest.mark.usefixtures("_few_graphs")
+def test_a_run_that_holds_nothing_out_and_has_hardly_begun(tmp_path: Path) -> None:
+    run = trained(tmp_path, split=(1, 0, 0), epochs=0.01)
+    text = Page(report_page(Subject(run))).inside["main"][0]
+    assert "No text was held out, so there is nothing to measure on." in text
+    assert "of the training text" in text
+
+
+@pytest.mark.usefixtures("_few_graphs")
+def test_a_cell_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("a branch on values <b>")
+
+    cell = tmp_path / "cells.py"
+    cell.write_text(
+        "import torch\nclass Own(torch.nn.Module):\n    def __init__(self, n_in, n):\n        super().__init__()\n"
+        "        self.A = torch.nn.Linear(n_in + n, n)\n    def forward(self, h, x):\n"
+        "        return torch.tanh(self.A(torch.cat([h, x], -1)))\n"
+    )
+    monkeypatch.setattr(inside, "draw", fails)
+    text = report_page(Subject(trained(tmp_path, cell=f"{cell}:Own", epochs=0.01)))
+    assert "This cell cannot be shown here: a branch on values &lt;b&gt;" in text
+    assert "flow-data" in text  # the rest is
+    with pytest.raises(ValueError, match="a branch"):  # with a cell of ours it is a fault of ours
+        report_page(Subject(hostile()[0]))
+
+
+# ------------------------------------------------------------------ the table
+
+
+@pytest.fixture
+def about(tmp_path: Path) -> Subject:
+    return Subject(trained(tmp_path, name="text", epochs=0.2))
+
+
+def test_the_table_of_a_comparison_is_used_if_it_is_of_the_run_as_it_is(about: Subject) -> None:
+    rows = [row.as_json() for row in lf.compare([about.run])]
+    path = about.run.path / "comparison.json"
+    path.write_text(json.dumps({"on": "test", "rows": rows}))
+    fresh = Subject(about.run)
+    assert [row["name"] for row in fresh.table.rows][-3:] == ["window", "convolution", "gru 8"]
+    assert fresh.table.note == ""
+    assert [*fresh.table.lines][0] == "gru 8"
+    assert [*fresh.table.lines][-2:] == ["window", "convolution"]
+
+    rows[-1]["ledger"]["nll"] *= 1.1  # the run has gone on since
+    path.write_text(json.dumps({"on": "test", "rows": rows}))
+    stale = Subject(about.run)
+    assert "window" not in [row["name"] for row in stale.table.rows]
+    assert stale.table.note.endswith(f"type loopfold compare '{about.run.path}'")
+
+    path.write_text(json.dumps({"on": "test", "rows": [{"name": "gru 8"}]}))
+    with pytest.raises(lf.RunError, match=r"comparison.json is damaged .* type loopfold compare"):
+        _ = Subject(about.run).table
+
+
+def test_a_large_text_is_left_to_compare(about: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "CHEAP", 10)
+    assert [row["name"] for row in about.table.rows] == ["gru 8"]
+    assert "For the baselines, type loopfold compare" in about.table.note
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.mark.usefixtures("_few_graphs")
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained(tmp_path, name="text", epochs=0.1)
+    monkeypatch.chdir(tmp_path)
+    said = loopfold("report", "run text")
+    assert (said.code, said.err) == (0, "")
+    assert said.out == "The report is in run text/report.html. Open it in a browser.\n"
+    first = (run.path / "report.html").read_bytes()
+    loopfold("report", "run text", "--out", "again.html")
+    assert Path("again.html").read_bytes() == first
+    assert loopfold("report", "run text", "--out", "own.html", "--passage", "yes (or [no]) ∂").code == 0
+    page = Page(Path("own.html").read_text())
+    assert "".join(page.data("states-data")["pieces"]) == "yes (or [no]) \ufffd"
+    assert "of your passage" in page.inside["main"][0]
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "run text", "again.html", "own.html"}
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, name="text", epochs=0.01)
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    refused("there is no run folder none", "report", "none")
+    refused(
+        "run text is a folder: name a file, such as run text/report.html", "report", "run text", "--out", "run text"
+    )
+    refused(r"cannot be written: there is no folder none\. Make it, or", "report", "run text", "--out", "none/a.html")
+    refused("the passage is empty: give some text after --passage", "report", "run text", "--passage", "  \n")
+    refused(r"device 'gpu' cannot be used", "report", "run text", "--device", "gpu")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.usefixtures("_few_graphs")
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = trained(tmp_path, name="text", model="window", epochs=0.01)
+    out = tmp_path / "page.html"
+    out.write_text("old")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(
+        lf.RunError, match=r"page.html cannot be written: No space left on device\. Choose another --out"
+    ):
+        write_report(run, out)
+    assert out.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "run text", "page.html"}
