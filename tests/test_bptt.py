@@ -259,6 +259,15 @@ class Everywhere(nn.Module):
         return self.scale * h @ self.embed.weight + self.frozen.sum()
 
 
+def test_shares_are_by_step_in_single_precision_too() -> None:
+    """The readout is one call for all steps; what rounding does to it must not be taken for a mixing of steps."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = lf.SequenceToSequence(lf.Elman(3, 5), outputs=4)
+        x, y = torch.randn(40, 8, 3), torch.randint(4, (40, 8))
+        assert lf.per_step_gradients(model, model.loss, x, y)["V"].shape == (40, 4, 5)
+
+
 def test_shares_sum_to_the_gradient_wherever_a_parameter_is_used() -> None:
     """M16: also in a model that none of our patterns is."""
     model, x, y = Everywhere().double(), randn(6, 2, 3), randn(6, 2, 3)
