@@ -478,3 +478,13 @@ def test_bad_paths_are_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no graph.*\.dot"):
         flow.draw().save(tmp_path / "b.dot")
     assert [p.name for p in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_graphs_side_by_side() -> None:
+    circuit_alone, unfolded = lf.draw(lf.Elman(3, 5)), lf.draw(lf.Elman(3, 5), steps=3)
+    both = lf.beside(circuit_alone, unfolded)
+    assert both.dot().count("->") == circuit_alone.dot().count("->") + unfolded.dot().count("->")
+    assert isinstance(both.graph, Scene)
+    assert collisions(both.graph) == []
+    with pytest.raises(TypeError, match="drawings of graphs"):
+        lf.beside(both, lf.eigenvalues(lf.Elman(3, 5)).draw())

@@ -51,7 +51,9 @@ def test_a_sample_is_the_generators_and_leaves_the_global_one_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("pick", "flows"), [(lf.Soft(), True), (lf.Greedy(), False), (lf.Sample(), False)])
+@pytest.mark.parametrize(
+    ("pick", "flows"), [(lf.Soft(), True), (lf.Raw(), True), (lf.Greedy(), False), (lf.Sample(), False)]
+)
 def test_the_gradient_goes_back_through_soft_outputs_only(pick: lf.Soft, flows: bool) -> None:
     assert pick(randn(4, 3).requires_grad_(), lf.Classes(3)).requires_grad is flows
 
@@ -122,7 +124,7 @@ def test_scheduled_sampling_runs_from_all_truth_to_none(name: str, outputs: Outp
     assert not torch.allclose(mixed, free)
 
 
-@pytest.mark.parametrize("pick", [lf.Soft(), lf.Greedy(), lf.Sample(torch.Generator().manual_seed(0))])
+@pytest.mark.parametrize("pick", [lf.Soft(), lf.Raw(), lf.Greedy(), lf.Sample(torch.Generator().manual_seed(0))])
 def test_scheduled_sampling_picks_as_free_running_does(pick: lf.Soft) -> None:
     o, y = randn(50, 3), torch.randint(3, (50,))
     own = lf.ScheduledSampling(1.0, pick=pick).next(o, y, lf.Classes(3))

@@ -19,9 +19,9 @@ PUBLIC = """
     step_graph StepGraph Engine Recurrence Sequential Looped FusedCPU Auto
     unfold Unfolding
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
-    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Greedy Sample
+    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Raw Greedy Sample
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
-    draw Drawing Level
+    draw Drawing Level beside style
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM

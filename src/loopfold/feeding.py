@@ -146,6 +146,14 @@ class Soft(Pick):
 
 
 @dataclass(frozen=True)
+class Raw(Pick):
+    """o itself, before the softmax, as the book's Fig. 10.4 has it; gradients flow back through it."""
+
+    def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
+        return o
+
+
+@dataclass(frozen=True)
 class Greedy(Pick):
     """The most likely class, as a one-hot vector; no gradient."""
 

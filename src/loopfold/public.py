@@ -4,7 +4,8 @@ from loopfold.backpropagation import BPTT, bptt, truncated_bptt
 from loopfold.comparison import Row, compare
 from loopfold.drawing.circuit import Level
 from loopfold.drawing.draw import draw
-from loopfold.drawing.figure import Drawing
+from loopfold.drawing.figure import Drawing, style
+from loopfold.drawing.paint import beside
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
@@ -20,6 +21,7 @@ from loopfold.feeding import (
     Outputs,
     Pick,
     Ramp,
+    Raw,
     Reals,
     Sample,
     ScheduledSampling,
@@ -112,6 +114,7 @@ __all__ = [
     "Prediction",
     "Processes",
     "Ramp",
+    "Raw",
     "Reals",
     "Recurrence",
     "Recurrent",
@@ -145,6 +148,7 @@ __all__ = [
     "Watcher",
     "WindowLM",
     "Words",
+    "beside",
     "bptt",
     "compare",
     "draw",
@@ -160,6 +164,7 @@ __all__ = [
     "read_corpus",
     "resume",
     "step_graph",
+    "style",
     "to_torch",
     "train",
     "truncated_bptt",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loopfold.files import write_whole
 
@@ -45,16 +45,23 @@ CYCLE = [
 FORMATS = ("svg", "png", "html", "dot", "pdf")
 
 
+class Graph(Protocol):
+    """Nodes and edges."""
+
+    def dot(self) -> str: ...
+
+
 class Drawing:
     """A picture. A notebook shows it; `save("picture.svg")` writes it, as .svg, .png, .pdf, .html or (graphs) .dot.
 
-    `figure` is the matplotlib figure, to be changed or put beside others; `title` says in words what it shows.
+    `figure` is the matplotlib figure, to be changed as one likes; `title` says in words what it shows; `graph` is what
+    is drawn, where that is nodes and edges. A figure of your own, made inside `with lf.style():`, can be one too.
     """
 
-    def __init__(self, figure: "Figure", title: str, dot: str | None = None) -> None:
+    def __init__(self, figure: "Figure", title: str, graph: Graph | None = None) -> None:
         self.figure = figure
         self.title = title
-        self._dot = dot
+        self.graph = graph
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture; what its name ends in says how. A file that is there already is replaced as a whole."""
@@ -88,11 +95,15 @@ class Drawing:
             f"height: auto }}</style></head>\n<body>{self.svg()}</body></html>\n"
         )
 
+    def dot(self) -> str:
+        """The nodes and edges of a graph, in the language of Graphviz."""
+        if self.graph is None:
+            raise ValueError(f"{self.title} is no graph, so there is no .dot of it; type .svg or .png.")
+        return self.graph.dot()
+
     def _encoded(self, kind: str) -> bytes:
         if kind == "dot":
-            if self._dot is None:
-                raise ValueError(f"{self.title} is no graph, so there is no .dot of it; type .svg or .png.")
-            return self._dot.encode()
+            return self.dot().encode()
         if kind == "svg":
             return ('<?xml version="1.0" encoding="utf-8"?>\n' + self.svg()).encode()
         if kind == "html":
@@ -118,9 +129,18 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of every picture, while one is made or written."""
+    """The look of every picture, while one is made or written; what is painted in its colours follows light and dark.
+
+    >>> from matplotlib.figure import Figure
+    >>> with style():
+    ...     figure = Figure()
+    ...     _ = figure.add_subplot().plot([1, 4, 9])
+    >>> Drawing(figure, "Three squares")
+    <Drawing: Three squares>
+    """
     try:
         import matplotlib
+        from cycler import cycler  # matplotlib's own
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     settings: dict[str, Any] = {
@@ -132,6 +152,7 @@ def style() -> Iterator[None]:
         "axes.titlecolor": LIGHT["ink"],
         "axes.titlesize": 11,
         "axes.facecolor": LIGHT["paper"],
+        "axes.prop_cycle": cycler(color=CYCLE),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "figure.facecolor": LIGHT["paper"],

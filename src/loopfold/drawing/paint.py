@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -12,6 +12,8 @@ import numpy as np
 from loopfold.drawing.figure import CYCLE, LIGHT, Drawing, new_figure, style
 from loopfold.drawing.notation import plain
 from loopfold.drawing.routing import Line, Route, Spot, route
+
+_GAP = 0.7  # between graphs side by side
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,27 @@ class Scene:
     def routes(self) -> list[Route]:
         return route({key: shape.spot for key, shape in self.shapes.items()}, self.lines())
 
+    def dot(self) -> str:
+        """The same nodes and edges for Graphviz."""
+        names = {key: f"n{i}" for i, key in enumerate(self.shapes)}
+
+        def lines() -> Iterator[str]:
+            yield f"digraph {_quoted(self.title)} {{"
+            yield "  rankdir=BT; node [fontname=serif]; edge [fontname=serif];"
+            for key, shape in self.shapes.items():
+                look = {"circle": "shape=circle", "box": "shape=box, style=rounded", "dots": "shape=plaintext"}.get(
+                    shape.kind, "shape=square, style=filled, fillcolor=black, width=0.15, height=0.15, fixedsize=true"
+                )
+                label = "⋯" if shape.kind == "dots" else " ".join(filter(None, [plain(shape.text), plain(shape.note)]))
+                yield f"  {names[key]} [label={_quoted(label)}, {look}];"
+            for link in self.links:
+                text, _ = _label(link.parameters, link.note)
+                label = f" [label={_quoted(plain(text))}]" if text else ""
+                yield f"  {names[link.source]} -> {names[link.target]}{label};"
+            yield "}"
+
+        return "\n".join(lines()) + "\n"
+
 
 @cache
 def text_size(text: str, size: float) -> tuple[float, float]:
@@ -87,7 +110,7 @@ def paint(scene: Scene) -> Drawing:
             _paint_link(axes, link, way, colour_of)
         for shape in shapes.values():
             _paint_shape(axes, shape)
-    return Drawing(figure, scene.title, _dot(scene))
+    return Drawing(figure, scene.title, scene)
 
 
 def _kind(link: Link) -> Hashable:
@@ -187,7 +210,7 @@ def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ..
     tip = points[-1]
     base = tip - head * direction
     inside = np.hypot(*(points - tip).T) > head * 0.8
-    shaft = np.concatenate([points[inside], base[None]]) if inside.any() else points[:1]
+    shaft = np.concatenate([points[inside], (tip - 0.6 * head * direction)[None]]) if inside.any() else points[:1]
     axes.plot(
         shaft[:, 0],
         shaft[:, 1],
@@ -230,30 +253,33 @@ def _head(width: float) -> float:
     return 0.085 + 0.02 * width
 
 
-# ------------------------------------------------------------------ .dot
-
-
-def _dot(scene: Scene) -> str:
-    """The same nodes and edges for Graphviz."""
-    names = {key: f"n{i}" for i, key in enumerate(scene.shapes)}
-
-    def lines() -> Iterator[str]:
-        yield f"digraph {_quoted(scene.title)} {{"
-        yield "  rankdir=BT; node [fontname=serif]; edge [fontname=serif];"
-        for key, shape in scene.shapes.items():
-            look = {"circle": "shape=circle", "box": "shape=box, style=rounded", "dots": "shape=plaintext"}.get(
-                shape.kind, "shape=square, style=filled, fillcolor=black, width=0.15, height=0.15, fixedsize=true"
-            )
-            label = "⋯" if shape.kind == "dots" else " ".join(filter(None, [plain(shape.text), plain(shape.note)]))
-            yield f"  {names[key]} [label={_quoted(label)}, {look}];"
-        for link in scene.links:
-            text, _ = _label(link.parameters, link.note)
-            label = f" [label={_quoted(plain(text))}]" if text else ""
-            yield f"  {names[link.source]} -> {names[link.target]}{label};"
-        yield "}"
-
-    return "\n".join(lines()) + "\n"
-
-
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# ------------------------------------------------------------------ several
+
+
+def beside(*drawings: Drawing) -> Drawing:
+    """Graphs side by side in one picture, as the book shows a circuit and what it unfolds to.
+
+    >>> from loopfold import Elman, draw
+    >>> beside(draw(Elman(3, 5)), draw(Elman(3, 5), steps=3))
+    <Drawing: The circuit of Elman; The unfolded graph of Elman, 3 steps>
+    """
+    shapes: dict[Hashable, Shape] = {}
+    links: list[Link] = []
+    right = 0.0
+    for i, drawing in enumerate(drawings):
+        scene = drawing.graph
+        if not isinstance(scene, Scene):
+            raise TypeError(f"beside takes drawings of graphs, as lf.draw makes them; {drawing!r} came.")
+        low, high = _extent(scene.shapes, scene.routes(), scene.links)
+        right += -low[0] + (_GAP if i else 0.0)
+        for key, shape in scene.shapes.items():
+            shapes[i, key] = replace(shape, spot=replace(shape.spot, x=shape.spot.x + right))
+        for link in scene.links:
+            via = tuple((x + right, y) for x, y in link.via)
+            links.append(replace(link, source=(i, link.source), target=(i, link.target), kind=(i, link.kind), via=via))
+        right += high[0]
+    return paint(Scene("; ".join(drawing.title for drawing in drawings), shapes, links))
