@@ -5,7 +5,7 @@ the numbers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -87,6 +87,7 @@ class Port:
 
     sources: tuple[tuple[Variable, int], ...]
     combine: Callable[[Values, int], Tensor] = lambda values, batch: values[0]
+    edge: dict[str, Any] = field(default_factory=dict)  # what else there is to say of its edges
 
 
 @dataclass(frozen=True)
@@ -106,24 +107,14 @@ class Circuit:
         self.variables.append(variable)
         return variable
 
-    def connect(
-        self, target: Variable, ports: Sequence[Port], rule: Callable[[list[Tensor], int], Any], **options: Any
-    ) -> None:
-        """Compute `target` by `rule`, from one value per port."""
-        self._read(target, [(port, options) for port in ports], rule)
-
-    def _read(
-        self,
-        target: Variable,
-        ports: Sequence[tuple[Port, dict[str, Any]]],
-        rule: Callable[[list[Tensor], int], Any],
-    ) -> None:
-        for port, options in ports:
-            self.edges.extend(Edge(source, target, lag, **options) for source, lag in port.sources)
+    def connect(self, target: Variable, ports: Sequence[Port], rule: Callable[[list[Tensor], int], Any]) -> None:
+        """Compute `target` by `rule`, from one value per port and the batch size."""
+        for port in ports:
+            self.edges.extend(Edge(source, target, lag, **port.edge) for source, lag in port.sources)
 
         def compute(values: Values, batch: int) -> Any:
             parts, start = [], 0
-            for port, _ in ports:
+            for port in ports:
                 parts.append(port.combine(values[start : start + len(port.sources)], batch))
                 start += len(port.sources)
             return rule(parts, batch)
@@ -146,54 +137,48 @@ class Circuit:
         for node, result in zip(graph.outputs, results, strict=True):
             owners.setdefault(node, result)
         if self.level is Level.OPERATIONS:
-            self._operations(traced, ports, owners, results)
+            self._operations(traced, ports, owners, results[0])
         else:
-            self._quotient(traced, ports, owners, results)
+            self._quotient(traced, ports, owners)
         for node, result in zip(graph.outputs, results, strict=True):
             if owners[node] is not result:  # two parts of the state that are always the same
                 self.connect(result, [Port(((owners[node], 0),))], _same)
 
-    def _quotient(
-        self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable], results: Sequence[Variable]
-    ) -> None:
+    def _quotient(self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable]) -> None:
         """The operations between two variables become one edge, labelled with the parameters on the way."""
         for root, result in owners.items():
-            others = {node: Port(((v, 0),)) for node, v in owners.items() if node is not root}
-            known = {**others, **ports}
             if root in ports:  # what goes in comes out
                 self.connect(result, [ports[root]], _same)
                 continue
+            known = {node: Port(((v, 0),)) for node, v in owners.items() if node is not root} | ports
             inside = needed_for([root], set(known))
             reads = [node for node in traced.order(inside) if node in known]
             multiplied = traced.multiplied(inside, reads)
-            options = [(known[node], {"parameters": multiplied[node]}) for node in reads]
-            self._read(result, options, traced.rule(root, inside, reads))
+            labelled = [replace(known[node], edge={"parameters": multiplied[node]}) for node in reads]
+            self.connect(result, labelled, traced.rule(root, inside, reads))
 
     def _operations(
-        self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable], results: Sequence[Variable]
+        self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable], like: Variable
     ) -> None:
         """Every operation is a node; what is made of parameters alone belongs to the operation that reads it."""
-        first = results[0]
-        variables: dict[Node, Variable] = {}
+        made = dict(ports)  # where the value of a node comes from
         for node in traced.graph.operations:
             if node.op == "getitem" or not traced.varies[node]:
                 continue
-            operation = Variable(
-                traced.label(node), Role.OPERATION, first.when, first.phase, first.layer, first.backwards
+            operation = self.add(
+                Variable(traced.label(node), Role.OPERATION, like.when, like.phase, like.layer, like.backwards)
             )
-            variables[node] = self.add(operation)
             reads = [n for n in dict.fromkeys(node.inputs()) if traced.varies.get(n, True)]
             inside = needed_for([node], set(reads))
-            options = []
-            for read in reads:
-                source, edge = traced.whole(read)
-                edge["parameters"] = traced.multiplied(inside, [read])[read]
-                options.append((ports[source] if source in ports else Port(((variables[source], 0),)), edge))
-            self._read(operation, options, traced.rule(node, inside, reads))
+            multiplied = traced.multiplied(inside, reads)
+            parts = [traced.part(made, read, parameters=multiplied[read]) for read in reads]
+            self.connect(operation, parts, traced.rule(node, inside, reads))
+            made[node] = Port(((operation, 0),))
         for node, result in owners.items():
-            source, edge = traced.whole(node)
-            port = ports[source] if source in ports else Port(((variables[source], 0),))
-            self._read(result, [(port, edge)], _same)
+            if traced.varies.get(node, True):
+                self.connect(result, [traced.part(made, node)], _same)
+            else:  # it does not depend on anything that changes
+                self.connect(result, [], traced.rule(node, needed_for([node], set()), []))
 
 
 def _same(values: Sequence[Any], batch: int) -> Any:
@@ -255,13 +240,14 @@ class _Traced:
     def _parameters_of(self, roots: list[Node]) -> list[str]:
         return [self.names[node] for node in needed_for(roots, set()) if node in self.names]
 
-    def whole(self, node: Node) -> tuple[Node, dict[str, Any]]:
-        """The operation that a part of its results belongs to, and how an edge from it takes the part."""
+    def part(self, made: dict[Node, Port], node: Node, **edge: Any) -> Port:
+        """Where the value of `node` comes from: an operation, or one of the results of one that has several."""
         if node.op != "getitem":
-            return node, {}
+            return replace(made[node], edge=edge)
         whole, index = node.args
         alone = sum(other.op == "getitem" and other.args[0] is whole for other in self.graph.operations) == 1
-        return whole, {"form": lambda value: value[index], "note": "" if alone else f"[{index}]"}
+        edge |= {"form": lambda value: value[index], "note": "" if alone else f"[{index}]"}
+        return replace(made[whole], edge=edge)
 
     def label(self, node: Node) -> str:
         """What stands in an operation's box: its sign, with the numbers and the parameters that it adds."""

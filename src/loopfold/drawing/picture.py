@@ -97,21 +97,12 @@ class _Columns:
         key = (edge.source, edge.lag)
         if key not in block.entries or start is None:
             return tuple(up)
-        enter_x, enter_y = block.entries[key]
-        return (*self.lane(key, start, x), (x + enter_x, enter_y), *up)
-
-    def lane(self, key: tuple[Variable, int], start: Place, x: float) -> list[Place]:
-        """Beside the block at `x`: across from `start`, then down to where it enters."""
-        phase = self.phase_of(key)
-        block = self.blocks[phase]
+        enter = (x + block.entries[key][0], block.entries[key][1])
+        if edge.source.when is When.ONCE:
+            return (enter, *up)
         i = list(block.entries).index(key)
-        lane = x + self.left[phase] - 0.32 - _LANE * i if key[1] >= 0 else x + self.right[phase] + 0.32 + _LANE * i
-        if key[0].when is When.ONCE:
-            return []
-        return [(lane, start[1]), (lane, block.entries[key][1])]
-
-    def phase_of(self, key: tuple[Variable, int]) -> int:
-        return next(phase for phase, block in self.blocks.items() if key in block.entries)
+        lane = x + self.left[phase] - 0.32 - _LANE * i if edge.lag >= 0 else x + self.right[phase] + 0.32 + _LANE * i
+        return ((lane, start[1]), (lane, enter[1]), enter, *up)
 
 
 # ------------------------------------------------------------------ the circuit
