@@ -162,13 +162,15 @@ class Stacked(RecurrentLayer):
         return replace(runs[-1], states=states, last=last)
 
     def initial_state(self, batch: int) -> State:
-        return tuple(layer.initial_state(batch) for layer in self._layers())
+        return tuple(layer.initial_state(batch) for layer in self.parts)
 
     @property
     def hidden_size(self) -> int:
-        return self._layers()[-1].hidden_size
+        return self.parts[-1].hidden_size
 
-    def _layers(self) -> list[RecurrentLayer]:
+    @property
+    def parts(self) -> list[RecurrentLayer]:
+        """The layers, the lowest first."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
 

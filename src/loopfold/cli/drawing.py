@@ -72,7 +72,7 @@ def draw(
             feeding=None if feeding is None else _feeding(feeding),
             y=y,
         )
-        name = f"{Path(what.rpartition(':')[2] or what).name}-{'circuit' if steps is None else f'{steps}-steps'}.svg"
+        name = f"{Path(what).resolve().name.rpartition(':')[2]}-{'circuit' if steps is None else f'{steps}-steps'}.svg"
         path = picture.save(out or Path(name))
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
@@ -120,17 +120,18 @@ def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -
             raise OptionError("output recurrence has a step of its own: type elman --pattern output-recurrence.")
         return OutputRecurrence(_READS, _UNITS, _OUTPUTS)
 
-    def decoder(vector: int) -> RecurrentLayer:
-        return layer(vector + _OUTPUTS, both=False)  # what is written step by step cannot be read backwards
+    def both_parts(reads: int) -> tuple[RecurrentLayer, RecurrentLayer]:
+        """An encoder, and a decoder for its vector; what is written step by step cannot be read backwards."""
+        encoder = layer(reads)
+        return encoder, layer(encoder.hidden_size + _OUTPUTS, both=False)
 
-    encoded = _UNITS * (2 if bidirectional else 1)
     patterns: dict[str, Callable[[], Any]] = {
         "sequence-to-sequence": lambda: SequenceToSequence(layer(_READS), Classes(_OUTPUTS)),
         "sequence-to-one": lambda: SequenceToOne(layer(_READS), Classes(_OUTPUTS)),
         "output-recurrence": output_recurrence,
         "vector-to-sequence": lambda: VectorToSequence(layer(_READS + _OUTPUTS), Classes(_OUTPUTS)),
-        "encoder-decoder": lambda: EncoderDecoder(layer(_READS), decoder(encoded), Classes(_OUTPUTS)),
-        "autoencoder": lambda: Autoencoder(layer(_OUTPUTS), decoder(encoded), Reals(_OUTPUTS)),
+        "encoder-decoder": lambda: EncoderDecoder(*both_parts(_READS), Classes(_OUTPUTS)),
+        "autoencoder": lambda: Autoencoder(*both_parts(_OUTPUTS), Reals(_OUTPUTS)),
     }
     try:
         return layer(_READS) if pattern is None else patterns[choose("pattern", pattern, tuple(patterns))]()

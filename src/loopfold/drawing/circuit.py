@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from loopfold.drawing.notation import operation_symbol, parameter_symbol
+from loopfold.drawing.notation import operation_symbol, parameter_symbols
 from loopfold.stepgraph.hoist import apply, needed_for
 from loopfold.stepgraph.trace import Node, StepGraph
 
@@ -99,6 +99,7 @@ class Circuit:
     variables: list[Variable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     rules: dict[Variable, Callable[[Values, int], Any]] = field(default_factory=dict)
+    symbols: dict[int, str] = field(default_factory=dict)  # of each parameter, by its identity: shared, it has one name
 
     def into(self, variable: Variable) -> list[Edge]:
         return [edge for edge in self.edges if edge.target is variable]
@@ -132,7 +133,9 @@ class Circuit:
         subscripts: tuple[str, ...] = (),
     ) -> None:
         """Draw `graph`: its leaves are `ports`, what comes out are `results`, in order."""
-        traced = _Traced(graph, tensors, subscripts)
+        for name, new in parameter_symbols(graph.parameters, *subscripts).items():
+            self.symbols.setdefault(id(tensors[name]), new)
+        traced = _Traced(graph, tensors, {n: self.symbols[id(tensors[name])] for name, n in graph.parameters.items()})
         owners: dict[Node, Variable] = {}
         for node, result in zip(graph.outputs, results, strict=True):
             owners.setdefault(node, result)
@@ -185,18 +188,17 @@ def _same(values: Sequence[Any], batch: int) -> Any:
     return values[0]
 
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mul", "div", "embedding", "mv", "dot"}
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mul", "div", "embedding", "index", "mv", "dot"}
 
 
 class _Traced:
     """A step graph with the values of its parameters."""
 
-    def __init__(self, graph: StepGraph, tensors: dict[str, Tensor], subscripts: tuple[str, ...]) -> None:
+    def __init__(self, graph: StepGraph, tensors: dict[str, Tensor], symbols: dict[Node, str]) -> None:
         self.graph = graph
-        self.subscripts = subscripts
+        self.symbols = symbols
         self.tensors = {node: tensors[name] for name, node in graph.parameters.items()}
-        self.names = {node: name for name, node in graph.parameters.items()}
-        self.varies: dict[Node, bool] = dict.fromkeys(self.names, False)  # whether it differs from step to step
+        self.varies: dict[Node, bool] = dict.fromkeys(symbols, False)  # whether it differs from step to step
         for node in graph.operations:
             self.varies[node] = any(self.varies.get(n, True) for n in node.inputs())
 
@@ -234,11 +236,11 @@ class _Traced:
                 for name in self._parameters_of([n for n in factors if not self.varies.get(n, True)]):
                     for n in factors:
                         for read in comes_from.get(n, set()):
-                            found[read][parameter_symbol(name, *self.subscripts)] = None
+                            found[read][name] = None
         return {node: tuple(names) for node, names in found.items()}
 
     def _parameters_of(self, roots: list[Node]) -> list[str]:
-        return [self.names[node] for node in needed_for(roots, set()) if node in self.names]
+        return [self.symbols[node] for node in needed_for(roots, set()) if node in self.symbols]
 
     def part(self, made: dict[Node, Port], node: Node, **edge: Any) -> Port:
         """Where the value of `node` comes from: an operation, or one of the results of one that has several."""
@@ -253,7 +255,7 @@ class _Traced:
         """What stands in an operation's box: its sign, with the numbers and the parameters that it adds."""
         sign = operation_symbol(node.op)
         added = [
-            f"${parameter_symbol(name, *self.subscripts)}$"
+            f"${name}$"
             for n in (node.inputs()[:-2] if node.op in _PRODUCTS else node.inputs())
             if not self.varies.get(n, True)
             for name in self._parameters_of([n])

@@ -9,8 +9,9 @@ from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
-from loopfold.drawing.unfolded import Unfolded
+from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.feeding import Feeding
+from loopfold.patterns import Autoencoder
 from loopfold.states import whole_number
 
 
@@ -51,10 +52,22 @@ def draw(
     if steps is None:
         return paint(circuit_scene(circuit))
     unfolded = Unfolded(circuit, steps)
+    if gradients and isinstance(model, Autoencoder) and x is not None and y is None:
+        y = model.targets(x)
     if y is None:
         return paint(unfolded_scene(unfolded, None, gradients))
-    given = data_of(circuit, x, y, steps)
-    return paint(unfolded_scene(unfolded, unfolded.gradients(given, _batch(given)), gradients))
+    return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients))
+
+
+def sizes(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> Gradients:
+    """The sizes of the gradients on these data."""
+    given = data_of(unfolded.circuit, x, y, unfolded.tau)
+    (batch,) = {data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()}
+    try:
+        return unfolded.gradients(given, batch)
+    except (RuntimeError, IndexError) as error:
+        came = ", ".join(f"{variable.label} {tuple(data.shape)}" for variable, data in given.items())
+        raise ValueError(f"{unfolded.circuit.name} cannot be run on these data ({came}): {error}") from error
 
 
 def _level(level: Level | str) -> Level:
@@ -77,18 +90,21 @@ def data_of(circuit: Circuit, x: Tensor | None, y: Tensor, tau: int) -> dict[Var
         )
     if inputs and x is None:
         raise ValueError("the size of gradients needs both: give the inputs x=… beside the targets y=….")
+    if x is not None and not inputs:
+        raise ValueError(f"{circuit.name} reads its own targets: leave x out, y is enough.")
     given = {targets[0]: _fitted("y", y, targets[0], tau)}
-    if inputs and x is not None:
+    if x is not None:
         given[inputs[0]] = _fitted("x", x, inputs[0], tau)
+    batches = [data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()]
+    if len(set(batches)) > 1:
+        raise ValueError(f"y has batch {batches[0]} and x has batch {batches[1]}; they must be the same.")
     return given
 
 
-def _batch(given: dict[Variable, Tensor]) -> int:
-    variable, data = next(iter(given.items()))
-    return data.shape[1 if variable.when is When.EVERY else 0]
-
-
 def _fitted(name: str, data: Tensor, variable: Variable, tau: int) -> Tensor:
+    if data.dim() < (2 if variable.when is When.EVERY else 1):
+        shape = "[τ, batch, …]" if variable.when is When.EVERY else "[batch, …]"
+        raise ValueError(f"{name} has shape {tuple(data.shape)}; it must be {shape}.")
     if variable.when is not When.EVERY:
         return data
     if data.shape[0] < tau:

@@ -139,7 +139,7 @@ def style() -> Iterator[None]:
     <Drawing: Three squares>
     """
     try:
-        import matplotlib
+        import matplotlib.style
         from cycler import cycler  # matplotlib's own
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
@@ -164,7 +164,7 @@ def style() -> Iterator[None]:
         "xtick.color": LIGHT["muted"],
         "ytick.color": LIGHT["muted"],
     }
-    with matplotlib.rc_context(settings):  # type: ignore[arg-type]  # it names every setting there is
+    with matplotlib.style.context(settings, after_reset=True):  # whatever the user has set for figures of their own
         yield
 
 

@@ -1,7 +1,8 @@
 """The circuit of a network: of a transition, a layer, a pattern or a language model."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from loopfold.patterns import (
 )
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
 from loopfold.states import State, Step, leaves, name_of
-from loopfold.stepgraph.trace import Refusal, StepGraph, trace, trace_map
+from loopfold.stepgraph.trace import Refusal, StepGraph, tensors_of, trace, trace_map
 from loopfold.transitions import Embedded, initial_state
 
 
@@ -30,31 +31,32 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
     """The circuit of `model`; `x`, a sequence that it could read, is needed only where its size cannot be found."""
     if isinstance(model, type):
         raise TypeError(f"draw needs a network, not its class: type {model.__name__}(...) with its sizes.")
-    network = getattr(model, "network", None)
-    if not isinstance(model, Pattern) and isinstance(network, SequenceToSequence):  # a recurrent language model
-        return _Drawn(model, level).language_model(network, _fed(model, feeding, TeacherForcing()))
-    if not isinstance(model, Pattern | RecurrentLayer) and not callable(model):
+    if not callable(model):
         raise TypeError(f"draw takes a transition, a layer or a pattern; a {type(model).__name__} came.")
-    if hasattr(model, "vocabulary_size"):
-        raise TypeError(f"{name_of(model)} has no recurrence to draw; draw takes recurrent language models.")
+    if hasattr(model, "initial_context"):  # a language model; those modules stand below this one
+        network = getattr(model, "network", None)
+        if not isinstance(network, SequenceToSequence):
+            raise TypeError(f"{name_of(model)} has no recurrence to draw; draw takes recurrent language models.")
+        return _Drawn(model, level).language_model(network, _fed(feeding, TeacherForcing()))
     drawn = _Drawn(model, level)
     if isinstance(model, Autoencoder):
-        fed = _fed(model, feeding, FreeRunning())
+        fed = _fed(feeding, FreeRunning())
         return drawn.encoder_decoder(model.network, fed, x, target="x")
     if isinstance(model, EncoderDecoder):
-        return drawn.encoder_decoder(model, _fed(model, feeding, TeacherForcing()), x)
+        return drawn.encoder_decoder(model, _fed(feeding, TeacherForcing()), x)
     if isinstance(model, VectorToSequence):
-        return drawn.vector_to_sequence(model, _fed(model, feeding, TeacherForcing()), x)
+        return drawn.vector_to_sequence(model, _fed(feeding, TeacherForcing()), x)
     if isinstance(model, OutputRecurrence):
-        return drawn.output_recurrence(model, _fed(model, feeding, TeacherForcing()))
+        return drawn.output_recurrence(model, _fed(feeding, TeacherForcing()))
     if feeding is not None:
-        raise ValueError(f"{name_of(model)} feeds no output back, so it has no feeding: leave {feeding} out.")
+        name = name_of(model.cell if isinstance(model, Recurrent) else model)
+        raise ValueError(f"{name} feeds no output back, so it has no feeding: leave {feeding} out.")
     if isinstance(model, SequenceToSequence | SequenceToOne):
         return drawn.reader(model, x)
     return drawn.layer_alone(as_layer(model), x)
 
 
-def _fed(model: nn.Module, feeding: Feeding | None, default: Feeding) -> Feeding:
+def _fed(feeding: Feeding | None, default: Feeding) -> Feeding:
     if feeding is not None and not isinstance(feeding, Feeding):
         raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); {feeding!r} came.")
     return feeding or default
@@ -111,7 +113,7 @@ class _Drawn:
         fed = self._feedback(feeding, o, y, self._next(feeding, model))
         assert graph.x is not None
         ports = {graph.state[0]: fed, graph.x: Port(((x, 0),))}
-        self.circuit.step(graph, _tensors(model.hidden), ports, [h])
+        self.circuit.step(graph, tensors_of(model.hidden), ports, [h])
         return self.circuit
 
     def vector_to_sequence(self, model: VectorToSequence, feeding: Feeding, x: Tensor | None) -> Circuit:
@@ -156,7 +158,9 @@ class _Drawn:
 
     def _input(self, layer: RecurrentLayer, x: Tensor | None) -> tuple[Port, Tensor] | None:
         """The variable x, and an example of what it holds at one step; None for a step without input."""
-        example = x[0][:1] if x is not None else _example(_lowest(layer))
+        if x is not None and (x.dim() < 2 or 0 in x.shape):
+            raise ValueError(f"x has shape {tuple(x.shape)}; a sequence [τ, batch, …] is needed.")
+        example = x[0, :1] if x is not None else _example(_lowest(layer))
         return None if example is None else (Port(((self.circuit.add(Variable("x", Role.INPUT)), 0),)), example)
 
     def _layer(
@@ -170,7 +174,7 @@ class _Drawn:
     ) -> list[Variable]:
         """The variables that a layer above reads, side by side; `marks` tell this layer's names from others'."""
         if isinstance(layer, Stacked):
-            for i, part in enumerate(layer._layers()):
+            for i, part in enumerate(layer.parts):
                 own = (*marks, str(i + 1)) if len(layer.layers) > 1 else marks
                 hidden = self._layer(part, reads, depth + i, own, phase, backwards)
                 example = leaves(part.initial_state(1))[0].new_zeros(1, part.hidden_size)
@@ -209,7 +213,7 @@ class _Drawn:
         ports = {node: Port(((v, lag),)) for node, v in zip(graph.state, variables, strict=True)}
         if graph.x is not None and reads is not None:
             ports[graph.x] = reads[0]
-        self.circuit.step(graph, _tensors(cell), ports, variables, marks)
+        self.circuit.step(graph, tensors_of(cell), ports, variables, marks)
         return variables[0]
 
     def _readout(
@@ -228,7 +232,7 @@ class _Drawn:
         ports = {graph.state[0]: Port(tuple((h, 0) for h in hidden), _side_by_side)}
         for variable in (o, loss, y):
             self.circuit.add(variable)
-        self.circuit.step(graph, _tensors(readout), ports, [o])
+        self.circuit.step(graph, tensors_of(readout), ports, [o])
         outputs = model.outputs
         self.circuit.connect(
             loss, [Port(((o, 0),)), Port(((y, 0),))], lambda values, batch: outputs.losses(*values).sum()
@@ -274,15 +278,25 @@ def _leaf(cell: Step, i: int, example: Tensor | None) -> Callable[[int], Tensor]
     )[i]
 
 
-def _tensors(f: Step) -> dict[str, Tensor]:
-    return {**dict(f.named_parameters()), **dict(f.named_buffers())} if isinstance(f, nn.Module) else {}
-
-
 def _traced(how: Callable[..., StepGraph], f: Step, x: Tensor | None, state: State) -> StepGraph:
     try:
-        return how(f, x, state)
+        with _evaluating(f):
+            return how(f, x, state)
     except Refusal as reason:
         raise ValueError(f"{name_of(f)} cannot be drawn, because it cannot be traced: {reason}") from reason
+
+
+@contextmanager
+def _evaluating(f: Step) -> Iterator[None]:
+    """A network is drawn as it is used: dropout is no part of it."""
+    modes = {part: part.training for part in f.modules()} if isinstance(f, nn.Module) else {}
+    for part in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def _state_names(graph: StepGraph) -> list[str]:
@@ -300,7 +314,7 @@ def _lowest(layer: RecurrentLayer) -> Step:
     """The transition that reads x."""
     while not isinstance(layer, Recurrent):
         if isinstance(layer, Stacked):
-            layer = layer._layers()[0]
+            layer = layer.parts[0]
         elif isinstance(layer, Bidirectional):
             layer = layer.forwards
         else:
@@ -334,9 +348,10 @@ def _example(cell: Step) -> Tensor | None:
 
 
 def _is_read(step: Callable[..., Any], cell: Step, x: Tensor) -> bool:
+    x = x.repeat(7, *[1] * (x.dim() - 1))  # an odd batch, so that nothing fits by chance
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            state = initial_state(cell, 1, x)
+            state = initial_state(cell, 7, x)
             new = step(state, x)
         return [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):

@@ -1,10 +1,12 @@
 """Names as the field writes them: W₁, γ_h, h⁽ᵗ⁾, in matplotlib's mathtext."""
 
 import re
+from collections.abc import Iterable
 
 _GREEK = re.compile(
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega"
 )
+_UNKNOWN = re.compile(r"[^0-9A-Za-z\u0370-\u03ff]")  # what mathtext has no glyph for, or another use
 _OPERATIONS = {
     "add": "+",
     "sub": "−",
@@ -34,18 +36,40 @@ def symbol(name: str, *subscripts: str) -> str:
 def _word(part: str, lead: bool = False) -> str:
     if _GREEK.fullmatch(part):
         return rf"\{part}"
-    if len(part) == 1 or part.isdigit() or (not lead and len(part) == 2):
-        return escape(part)
-    return rf"\mathrm{{{escape(part)}}}"
+    part = _UNKNOWN.sub("?", part)
+    return part if len(part) == 1 or part.isdigit() or (not lead and len(part) == 2) else rf"\mathrm{{{part}}}"
 
 
-def parameter_symbol(name: str, *subscripts: str) -> str:
-    """A parameter's full name shortened: `cell.U` → U, `gate.weight` → gate, E for embeddings."""
-    parts = name.split(".")
-    if parts[-1] in ("weight", "bias") and len(parts) > 1:
-        parts.pop()
-    last = {"embedding": "E"}.get(parts[-1], parts[-1])
-    return symbol(last, *subscripts)
+def parameter_symbols(names: Iterable[str], *subscripts: str) -> dict[str, str]:
+    """Each parameter's full name as short as tells it from the others: `cell.U` → U; `a.W`, `b.W` → W_a, W_b.
+
+    `gate.weight` is W_gate and `gate.bias` b_gate, as the field writes them; a table of embeddings is E.
+    """
+    paths = {name: _path(name) for name in names}
+    longest = max(map(len, paths.values()), default=1)
+    found: dict[str, str] = {}
+    for name, path in paths.items():
+        for k in range(1, longest + 1):
+            if sum(other[-k:] == path[-k:] for other in paths.values()) == 1:
+                break
+        *before, last = path[-k:]
+        found[name] = symbol("_".join([last, *before]), *subscripts)
+    return found
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """The parts of a name, the letter last: `gate.weight` → gate_W in one; numbers belong to what is before them."""
+    *before, last = name.split(".")
+    if before and (last in ("weight", "bias") or last.startswith(("weight_", "bias_"))):
+        letter, _, rest = last.partition("_")
+        if before[-1] == "embedding":
+            return (*before[:-1], "E")
+        owner = before.pop()
+        while owner.isdigit() and before:
+            owner = f"{before.pop()}_{owner}"
+        words = [{"weight": "W", "bias": "b"}[letter], rest, owner]
+        return (*before, "_".join(word for word in words if word))
+    return (*before, last)
 
 
 def operation_symbol(op: str) -> str:
@@ -53,13 +77,14 @@ def operation_symbol(op: str) -> str:
     return _OPERATIONS.get(op, op.strip("_").removeprefix("native_"))
 
 
-def escape(text: str) -> str:
-    """Text inside mathematics that stands for itself."""
-    return re.sub(r"([$_^%#&{}\\])", r"\\\1", text)
-
-
 def plain(mathtext: str) -> str:
     """Mathtext as plain text, for titles and files that know no mathematics: `h_{1}^{(2)}` → `h1(2)`."""
-    text = mathtext.replace("$", "").replace(r"\mathrm", "").replace(r"\odot", "⊙").replace(r"\sigma", "σ")
+    text = (
+        mathtext.replace("$", "")
+        .replace(r"\cdot ", "·")
+        .replace(r"\mathrm", "")
+        .replace(r"\odot", "⊙")
+        .replace(r"\sigma", "σ")
+    )
     text = text.replace(r"\rightarrow", "→").replace(r"\leftarrow", "←")
     return re.sub(r"[{}_^]|\\(?=[A-Za-z])|\\", "", text)

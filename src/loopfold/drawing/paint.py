@@ -85,9 +85,9 @@ class Scene:
 @cache
 def text_size(text: str, size: float) -> tuple[float, float]:
     """The width and height of a text, in inches."""
-    from matplotlib.textpath import TextPath
-
     with style():
+        from matplotlib.textpath import TextPath
+
         box = TextPath((0, 0), text or " ", size=size).get_extents()
     return box.width / 72, box.height / 72
 
@@ -110,7 +110,18 @@ def paint(scene: Scene) -> Drawing:
             _paint_link(axes, link, way, colour_of)
         for shape in shapes.values():
             _paint_shape(axes, shape)
-    return Drawing(figure, scene.title, scene)
+    return Drawing(figure, scene.title, _numbered(scene))
+
+
+def _numbered(scene: Scene) -> Scene:
+    """The same, with numbers for keys, so that a drawing does not keep the network that it shows."""
+    number = {key: i for i, key in enumerate(scene.shapes)}
+    kinds = {kind: i for i, kind in enumerate(dict.fromkeys(link.kind for link in scene.links))}
+    links = [
+        replace(link, source=number[link.source], target=number[link.target], kind=kinds[link.kind])
+        for link in scene.links
+    ]
+    return Scene(scene.title, {number[key]: shape for key, shape in scene.shapes.items()}, links)
 
 
 def _kind(link: Link) -> Hashable:
@@ -270,8 +281,10 @@ def beside(*drawings: Drawing) -> Drawing:
     shapes: dict[Hashable, Shape] = {}
     links: list[Link] = []
     right = 0.0
+    if not drawings:
+        raise TypeError("beside takes drawings of graphs, as lf.draw makes them; none came.")
     for i, drawing in enumerate(drawings):
-        scene = drawing.graph
+        scene = drawing.graph if isinstance(drawing, Drawing) else None
         if not isinstance(scene, Scene):
             raise TypeError(f"beside takes drawings of graphs, as lf.draw makes them; {drawing!r} came.")
         low, high = _extent(scene.shapes, scene.routes(), scene.links)

@@ -181,7 +181,7 @@ def unfolded_scene(unfolded: Unfolded, gradients: Gradients | None, backwards: b
                 shapes[end] = Shape(Spot(*place, 0.2, 0.12), r"$\cdots$", LIGHT["paper"], "dots")
         spot = shapes[source].spot
         via = columns.way(edge, arrow.target.t, (spot.x, spot.y)) if isinstance(target, Moment) else ()
-        size = None if gradients is None or not backwards else gradients.arrows[arrow] / (largest or 1.0)
+        size = None if gradients is None else gradients.arrows[arrow] / (largest or 1.0)
         ends = (target, source) if backwards else (source, target)
         links.setdefault((edge, ends), _link(edge, *ends, via[::-1] if backwards else via, size))
     if backwards:  # what nothing comes back to is left out
@@ -220,9 +220,14 @@ def _moment(moment: Moment, columns: _Columns, gradients: Gradients | None) -> S
 
 
 def _number(size: float) -> str:
-    if size == 0 or not math.isfinite(size):
-        return "0" if size == 0 else str(size)
-    exponent = math.floor(math.log10(size))
-    if -3 <= exponent < 4:
-        return f"{size:.2g}" if exponent < 2 else f"{size:.0f}"
-    return rf"${size / 10**exponent:.0f}\cdot 10^{{{exponent}}}$"
+    """Two digits, or one and a power of ten.
+
+    >>> _number(0.0314), _number(99.6), _number(9.6e-05)
+    ('0.031', '100', '$1\\\\cdot 10^{-4}$')
+    """
+    if not math.isfinite(size):
+        return str(size)
+    if size == 0 or 1e-3 <= size < 9999.5:
+        return f"{size:.2g}" if size < 99.5 else f"{size:.0f}"
+    digit, exponent = f"{size:.0e}".split("e")
+    return rf"${digit}\cdot 10^{{{int(exponent)}}}$"

@@ -85,7 +85,7 @@ class Unfolded:
 
     def gradients(self, given: dict[Variable, Tensor], batch: int) -> Gradients:
         """Back-propagate L = Σ_t L(t) through this very graph."""
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             values, carried = self._run(given, batch)
             losses = [value for moment, value in values.items() if moment.variable.role is Role.LOSS]
             total = torch.stack(losses).sum()
@@ -130,11 +130,11 @@ class Unfolded:
 
 def _marked(value: Tensor) -> Tensor:
     """Data as the start of a graph, so that gradients reach it."""
-    value = value.detach()
+    value = value.detach().clone()
     return value.requires_grad_() if value.is_floating_point() else value
 
 
 def _norms(total: Tensor, items: list[tuple[Any, Any]]) -> dict[Any, float]:
     wanted = [(key, v) for key, v in items if isinstance(v, Tensor) and v.requires_grad]
     found = torch.autograd.grad(total, [v for _, v in wanted], allow_unused=True)
-    return {key: float(g.norm()) for (key, _), g in zip(wanted, found, strict=True) if g is not None}
+    return {key: float(g.double().norm()) for (key, _), g in zip(wanted, found, strict=True) if g is not None}

@@ -119,7 +119,7 @@ def trace_map(f: Step, x0: Tensor | None, state: State) -> StepGraph:
     What comes out may be of another size than what goes in, as it is for an output layer.
     """
     _check_traceable(f)
-    tensors = _tensors_of(f)
+    tensors = tensors_of(f)
     taken = {size for t in (*tensors.values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
     first, second = [p for p in range(1009, 1100, 2) if p not in taken][:2]
     one = _record(f, x0, state, first)
@@ -130,7 +130,8 @@ def trace_map(f: Step, x0: Tensor | None, state: State) -> StepGraph:
 # ------------------------------------------------------------------ recording
 
 
-def _tensors_of(f: Step) -> dict[str, Tensor]:
+def tensors_of(f: Step) -> dict[str, Tensor]:
+    """The parameters and buffers of a step."""
     return {**dict(f.named_parameters()), **dict(f.named_buffers())} if isinstance(f, nn.Module) else {}
 
 
@@ -139,7 +140,7 @@ def _check_traceable(f: Step) -> None:
         for part in f.modules():
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 raise Refusal(f"{name_of(part)} has hooks, which a compiled step would not call.")
-        if any(nn.parameter.is_lazy(t) for t in _tensors_of(f).values()):
+        if any(nn.parameter.is_lazy(t) for t in tensors_of(f).values()):
             raise Refusal("its parameters have no size yet.")
     if nn.utils.parametrize._cache_enabled:
         raise Refusal("parametrize.cached() holds tensors from one call to the next.")
@@ -219,7 +220,7 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
         with fake:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    fakes = {name: blank(t, *t.shape) for name, t in _tensors_of(f).items()}
+    fakes = {name: blank(t, *t.shape) for name, t in tensors_of(f).items()}
     inputs = [blank(leaf, batch, *leaf.shape[1:]) for leaf in leaves(state)]
     x = None if x0 is None else blank(x0, batch, *x0.shape[1:])
     state_nodes = tuple(recorder.leaf("state", k, t) for k, t in zip(_state_names(f, state), inputs, strict=True))
