@@ -45,6 +45,12 @@ ENTRIES = [
         "lf.draw(model, steps=4)",
     ),
     Entry(
+        "beside",
+        "Side by side",
+        "The circuit, and what it unfolds to.",
+        "lf.beside(lf.draw(model), lf.draw(model, steps=3))",
+    ),
+    Entry(
         "every-step-gradients",
         "The way back, with real gradients",
         "The same layout, arrows turned round. The number in a node is ‖∂L/∂·‖ on these data; the thicker an edge, the "
@@ -116,7 +122,7 @@ ENTRIES = [
     Entry(
         "output-recurrence-free",
         "Output recurrence, running freely",
-        "Book Fig. 10.4: the only way to the future is through the output.",
+        "Book Fig. 10.4: the only way to the future is through the output. What is fed back is dashed.",
         "fed = lf.OutputRecurrence(3, 5, outputs=4)\nlf.draw(fed, steps=4, feeding=lf.FreeRunning())",
     ),
     Entry(
@@ -140,8 +146,8 @@ ENTRIES = [
     Entry(
         "encoder-decoder",
         "Encoder and decoder",
-        "Book Fig. 10.12: C is the encoder's last state.",
-        "lf.draw(lf.EncoderDecoder(lf.GRU(3, 5), lf.GRU(5 + 4, 6), outputs=4), steps=3)",
+        "Book Fig. 10.12: C is the encoder's last state, and the two may differ in length.",
+        "lf.draw(lf.EncoderDecoder(lf.GRU(3, 5), lf.GRU(5 + 4, 6), outputs=4), steps=(4, 3))",
     ),
     Entry(
         "autoencoder",

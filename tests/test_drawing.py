@@ -1,6 +1,8 @@
 """Circuits and unfolded graphs: they are the computation itself, and nothing in them lies on anything else."""
 
+import gc
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -102,7 +104,7 @@ def test_running_the_unfolded_graph_gives_the_loss_and_the_gradients(
     x, y = data(model)
     drawn = circuit(model, level, feeding, None)
     unfolded = Unfolded(drawn, TAU)
-    found = unfolded.gradients(data_of(drawn, x, y, TAU), BATCH)
+    found = unfolded.gradients(data_of(unfolded, x, y), BATCH)
     if x is not None:
         x.requires_grad_()
     loss = loss_of(model, x, y, feeding)
@@ -123,7 +125,7 @@ def test_the_gradient_on_an_edge_is_its_share_of_the_node() -> None:
     x, y = torch.randn(TAU, BATCH, 3).double(), torch.randint(4, (TAU, BATCH))
     drawn = circuit(model, lf.Level.BOOK, None, None)
     unfolded = Unfolded(drawn, TAU)
-    found = unfolded.gradients(data_of(drawn, x, y, TAU), BATCH)
+    found = unfolded.gradients(data_of(unfolded, x, y), BATCH)
     hand = lf.bptt(model, x, y)
     V, W = model.V.detach(), dict(model.named_parameters())["recurrent.cell.W"].detach()
     h = model.recurrent(x).hidden.detach()
@@ -226,6 +228,41 @@ def test_the_book_level_is_the_operations_level_with_the_operations_left_out(nam
     assert shown(book) == expected
 
 
+def test_an_encoder_and_its_decoder_may_differ_in_length() -> None:
+    model = PATTERNS["encoder-decoder"]().double()
+    assert isinstance(model, lf.EncoderDecoder)
+    x, y = torch.randn(6, BATCH, 3).double(), torch.randint(4, (2, BATCH))
+    unfolded = Unfolded(circuit(model, lf.Level.BOOK, None, None), (6, 2))
+    found = unfolded.gradients(data_of(unfolded, x, y), BATCH)
+    assert found.loss == pytest.approx(float(model.loss(model(x, y), y).detach()), rel=1e-12)
+    assert lf.draw(model, (6, 2), True, x=x, y=y).title == "The way back through EncoderDecoder, 6 steps and 2 steps"
+
+
+def test_gradients_too_small_for_single_precision_are_no_zeros() -> None:
+    model = lf.SequenceToOne(lf.Elman(3, 5, recurrent_init=lf.ScaledIdentity(0.05)), 4)
+    unfolded = Unfolded(circuit(model, lf.Level.BOOK, None, None), 22)
+    found = unfolded.gradients(data_of(unfolded, torch.zeros(22, 1, 3), torch.zeros(1).long()), 1)
+    (state,) = [v for v in unfolded.circuit.variables if v.role is Role.STATE]
+    assert 0 < found.moments[Moment(state, 1)] < 1e-26
+
+
+def test_drawing_changes_nothing_of_the_network() -> None:
+    stack = lf.Stacked([lf.LSTM(3, 5), lf.GRU(5, 5)], dropout=0.5)
+    model = lf.VectorToSequence(lf.Stacked([lf.Elman(7, 5), stack.layers[1]], 0.5), 4).train()
+    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    x, y = torch.randn(2, 3, generator=torch.Generator()), torch.zeros(3, 2).long()
+    drawing = lf.draw(model, 3, True, feeding=lf.ScheduledSampling(0.5), x=x, y=y)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(m.training and not m._forward_hooks for m in model.modules())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    alive = weakref.ref(model.readout.V)
+    del model, before
+    gc.collect()
+    assert alive() is None, "a drawing keeps the network that it shows"
+    assert drawing.title
+
+
 # ------------------------------------------------------------------ what it shows
 
 
@@ -260,6 +297,42 @@ def test_names_of_layers_and_directions_differ() -> None:
     model = lf.Stacked([lf.Bidirectional(lf.Elman(3, 5), lf.Elman(3, 5)), lf.Elman(10, 5)])
     labels = [v.label for v in circuit(model, lf.Level.BOOK, None, None).variables]
     assert len(labels) == len(set(labels)) == 4
+
+
+class Parts(lf.Transition):
+    """Modules within modules, whose parameters have the same last names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = lf.Elman(5, 5), lf.Elman(5, 5)
+        self.net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.dropout = nn.Dropout(0.5)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.zeros(batch, 5)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.dropout(self.net(self.a(h, x) * self.b(h, x)))
+
+
+def test_different_parameters_have_different_names() -> None:
+    """And a cell that drops units out in training is drawn as it is used."""
+    found = edges(Parts())
+    assert ("h", "h", 1, ("W_{a}", "W_{b}", r"W_{\mathrm{net},0}", r"W_{\mathrm{net},2}")) in found
+
+
+def test_shared_parameters_have_one_name() -> None:
+    layer = lf.Recurrent(lf.Elman(5, 5))
+    found = edges(lf.Stacked([layer, layer]))
+    assert {parameters for source, target, lag, parameters in found if lag == 1} == {("W_{1}",)}
+
+
+def test_no_gradient_goes_back_through_a_choice() -> None:
+    model = lf.OutputRecurrence(3, 5, 4)
+    for pick, flows in ((lf.Soft(), True), (lf.Raw(), True), (lf.Greedy(), False), (lf.Sample(), False)):
+        drawn = circuit(model, lf.Level.BOOK, lf.FreeRunning(pick), None)
+        scene = unfolded_scene(Unfolded(drawn, 3), None, True)
+        assert any(link.dashed for link in scene.links) is flows
 
 
 def test_a_parameter_has_one_colour_at_all_steps_and_its_own() -> None:
@@ -382,7 +455,19 @@ def test_names_that_are_no_mathematics(tmp_path: Path) -> None:
     class Odd(lf.Transition):
         def __init__(self) -> None:
             super().__init__()
-            for name in ("W__x", "β", "_hidden", "a1b2", "very_long_name_of_a_matrix"):
+            for name in (
+                "W__x",
+                "β",
+                "_hidden",
+                "a1b2",
+                "very_long_name_of_a_matrix",
+                "a#b",
+                "a&b",
+                "权",
+                "x$",
+                "~",
+                "\\",
+            ):
                 self.register_parameter(name, nn.Parameter(torch.randn(5, 5)))
 
         def forward(self, h: Tensor, x: Tensor) -> Tensor:
@@ -403,7 +488,17 @@ def test_a_step_without_input_and_a_function() -> None:
     def halve(h: Tensor, x: Tensor) -> Tensor:
         return h / 2 + x
 
-    assert lf.draw(halve, 3, x=torch.zeros(3, 1, 4)).title == "The unfolded graph of halve, 3 steps"
+    assert lf.draw(halve, 3).title == "The unfolded graph of halve, 3 steps"
+    assert lf.draw(lambda s: s / 2 + 1, 3).dot().count("->") == 3
+
+
+def test_settings_of_the_user_stay_out_of_it() -> None:
+    import matplotlib
+
+    plain = lf.draw(lf.Elman(3, 5)).svg()
+    with matplotlib.rc_context({"text.usetex": True, "svg.fonttype": "none", "savefig.bbox": "tight", "font.size": 30}):
+        assert lf.draw(lf.Elman(3, 5)).svg() == plain
+        assert matplotlib.rcParams["text.usetex"] is True
 
 
 # ------------------------------------------------------------------ bad input
@@ -439,7 +534,6 @@ class Branching(lf.Transition):
         (lambda: lf.draw(lf.Elman(3, 5), feeding=lf.FreeRunning()), ValueError, "feeds no output back"),
         (lambda: lf.draw(lf.OutputRecurrence(3, 5, 4), feeding="free"), TypeError, "TeacherForcing"),  # type: ignore[arg-type]
         (lambda: lf.draw(lf.NGramLM(torch.tensor([0, 1, 0]), 2, 2)), TypeError, "no recurrence"),
-        (lambda: lf.draw(lambda h, x: h + x), ValueError, "give an example"),
         (
             lambda: lf.draw(lf.Elman(3, 5), 2, True, x=torch.zeros(2, 1, 3), y=torch.zeros(2, 1).long()),
             ValueError,
@@ -448,11 +542,36 @@ class Branching(lf.Transition):
         (
             lambda: lf.draw(PATTERNS["every step"](), 4, True, x=torch.zeros(3, 1, 3), y=torch.zeros(3, 1).long()),
             ValueError,
-            "3 steps; a drawing of 4",
+            "3 steps and 4 are to be drawn",
         ),
         (lambda: lf.draw(PATTERNS["every step"](), 4, True, y=torch.zeros(4, 1).long()), ValueError, "inputs x"),
         (lambda: lf.draw(PATTERNS["every step"](), 4, y=torch.zeros(4, 1).long()), ValueError, "gradients=True"),
-        (lambda: lf.draw(PATTERNS["every step"](), 4, x=torch.zeros(4, 1, 7)), ValueError, "7"),
+        (lambda: lf.draw(PATTERNS["every step"](), 4, x=torch.zeros(4, 1, 7)), ValueError, "Elman reads 3 features"),
+        (lambda: lf.draw(PATTERNS["every step"](), 4, x=torch.zeros(4, 1, 3).double()), TypeError, "float64"),
+        (lambda: lf.draw(PATTERNS["every step"](), 4, x=torch.zeros(3)), ValueError, "needs"),
+        (lambda: lf.draw(PATTERNS["every step"](), 4, True, x=torch.zeros(4, 1, 3)), ValueError, "targets y"),
+        (lambda: lf.draw(PATTERNS["every step"](), (2, 3)), ValueError, "needs one number"),
+        (
+            lambda: lf.draw(PATTERNS["every step"](), 2, True, x=torch.zeros(2, 1, 3), y=torch.zeros(2, 3).long()),
+            ValueError,
+            "y has batch 3 and x has batch 1",
+        ),
+        (
+            lambda: lf.draw(PATTERNS["at the end"](), 2, True, x=torch.zeros(2, 1, 3), y=torch.zeros(1, 2).long()),
+            ValueError,
+            "so y must be",
+        ),
+        (
+            lambda: lf.draw(PATTERNS["vector"](), 2, True, x=torch.zeros(1, 1, 3), y=torch.zeros(2, 1).long()),
+            ValueError,
+            "cannot be run on these data",
+        ),
+        (
+            lambda: lf.draw(PATTERNS["language model"](), 2, True, x=torch.zeros(2, 1), y=torch.zeros(2, 1).long()),
+            ValueError,
+            "leave x out",
+        ),
+        (lf.beside, TypeError, "none came"),
         (lambda: lf.draw(PATTERNS["every step"](), 4, x=[1, 2]), TypeError, "list"),  # type: ignore[arg-type]
     ],
 )

@@ -57,7 +57,11 @@ def draw(
     from loopfold.training.options import OptionError
 
     y: Tensor | None = None
-    if Path(what).is_dir():
+    if gradients and steps is None:
+        raise OptionError(
+            "a circuit has no time for gradients to go back through: add --steps 4, or as many as you like."
+        )
+    if Path(what).is_dir() or (("/" in what or what.endswith(".txt")) and ":" not in what):
         if pattern or layers > 1 or bidirectional:
             raise OptionError("a run has a network of its own: leave out --pattern, --layers and --bidirectional.")
         model, y = _of_run(Path(what), steps if gradients else None)
@@ -72,8 +76,10 @@ def draw(
             feeding=None if feeding is None else _feeding(feeding),
             y=y,
         )
-        name = f"{Path(what).resolve().name.rpartition(':')[2]}-{'circuit' if steps is None else f'{steps}-steps'}.svg"
-        path = picture.save(out or Path(name))
+        parts = [Path(what).resolve().name.rpartition(":")[2], pattern, feeding]
+        parts += ["circuit" if steps is None else f"{steps}-steps", *(["gradients"] if gradients else [])]
+        parts += ["operations"] if operations else []
+        path = picture.save(out or Path("-".join(filter(None, parts)) + ".svg"))
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
     except OSError as error:

@@ -68,6 +68,7 @@ class Edge:
     `parameters`  what the value is multiplied with on its way, as mathtext: U, W, V
     `form`        what is done to the value, where `source` is an operation with several results
     `note`        a word on that
+    `flows`       whether gradients come back through it: not to what is given, nor through a choice
     """
 
     source: Variable
@@ -76,6 +77,7 @@ class Edge:
     parameters: tuple[str, ...] = ()
     form: Callable[[Any], Any] | None = None
     note: str = ""
+    flows: bool = True
 
 
 Values = Sequence[Any]  # the values of the edges into a variable, in order; None where nothing was fed back yet
@@ -157,7 +159,9 @@ class Circuit:
             inside = needed_for([root], set(known))
             reads = [node for node in traced.order(inside) if node in known]
             multiplied = traced.multiplied(inside, reads)
-            labelled = [replace(known[node], edge={"parameters": multiplied[node]}) for node in reads]
+            labelled = [
+                replace(known[node], edge={**known[node].edge, "parameters": multiplied[node]}) for node in reads
+            ]
             self.connect(result, labelled, traced.rule(root, inside, reads))
 
     def _operations(
@@ -245,7 +249,7 @@ class _Traced:
     def part(self, made: dict[Node, Port], node: Node, **edge: Any) -> Port:
         """Where the value of `node` comes from: an operation, or one of the results of one that has several."""
         if node.op != "getitem":
-            return replace(made[node], edge=edge)
+            return replace(made[node], edge={**made[node].edge, **edge})
         whole, index = node.args
         alone = sum(other.op == "getitem" and other.args[0] is whole for other in self.graph.operations) == 1
         edge |= {"form": lambda value: value[index], "note": "" if alone else f"[{index}]"}
@@ -267,4 +271,6 @@ class _Traced:
             return f"$\\cdot^{{{numbers[0]}}}$"
         if node.op in ("add", "sub", "mul", "div"):
             return " ".join([sign, *numbers[:1], *added])
+        if node.op in ("addmm", "baddbmm"):
+            return " + ".join([sign, *added])
         return " ".join([sign, *added])

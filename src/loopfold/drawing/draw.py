@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from loopfold.drawing.circuit import Circuit, Level, Role, Variable, When
+from loopfold.drawing.circuit import Level, Role, Variable, When
 from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
 from loopfold.drawing.paint import paint
@@ -17,7 +17,7 @@ from loopfold.states import whole_number
 
 def draw(
     model: Any,
-    steps: int | None = None,
+    steps: int | tuple[int, int] | None = None,
     gradients: bool = False,
     *,
     level: Level | str = Level.BOOK,
@@ -28,7 +28,8 @@ def draw(
     """A network as a picture: its circuit, or its graph unfolded for a number of steps.
 
     `model`      a transition, a layer, a pattern or a recurrent language model
-    `steps`      None: the circuit; else τ, one column per step, elided in the middle where there are many
+    `steps`      None: the circuit; else τ, one column per step, elided in the middle where there are many; two
+                 numbers for an encoder and its decoder
     `gradients`  the way back in place of the way forward; with `x` and `y`, edges and nodes carry the size of ∂L/∂
     `level`      `Level.BOOK`: x, h, o, L, y; `Level.OPERATIONS`: every operation of the step graph
     `feeding`    what goes back in, for networks that feed outputs back: `TeacherForcing()`, `FreeRunning()`
@@ -39,8 +40,8 @@ def draw(
     <Drawing: The unfolded graph of SequenceToSequence, 4 steps>
     """
     level = _level(level)
-    if steps is not None:
-        whole_number("draw", "steps", steps)
+    for count in () if steps is None else steps if isinstance(steps, tuple) else (steps,):
+        whole_number("draw", "steps", count)
     if gradients and steps is None:
         raise ValueError("a circuit has no time for gradients to go back through: give steps=τ, such as steps=4.")
     if y is not None and not gradients:
@@ -52,8 +53,12 @@ def draw(
     if steps is None:
         return paint(circuit_scene(circuit))
     unfolded = Unfolded(circuit, steps)
+    if isinstance(steps, tuple) and len(steps) != 1 + max(variable.phase for variable in circuit.variables):
+        raise ValueError(f"steps={steps} is for an encoder and its decoder; {circuit.name} needs one number.")
     if gradients and isinstance(model, Autoencoder) and x is not None and y is None:
         y = model.targets(x)
+    if gradients and x is not None and y is None and any(v.role is Role.TARGET for v in circuit.variables):
+        raise ValueError("the size of gradients needs both: give the targets y=… beside the inputs x=….")
     if y is None:
         return paint(unfolded_scene(unfolded, None, gradients))
     return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients))
@@ -61,7 +66,7 @@ def draw(
 
 def sizes(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> Gradients:
     """The sizes of the gradients on these data."""
-    given = data_of(unfolded.circuit, x, y, unfolded.tau)
+    given = data_of(unfolded, x, y)
     (batch,) = {data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()}
     try:
         return unfolded.gradients(given, batch)
@@ -79,8 +84,9 @@ def _level(level: Level | str) -> Level:
         raise ValueError(f"level is {choices}; {level!r} came.") from None
 
 
-def data_of(circuit: Circuit, x: Tensor | None, y: Tensor, tau: int) -> dict[Variable, Tensor]:
+def data_of(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> dict[Variable, Tensor]:
     """The data by the variable that holds them, as long as what is drawn."""
+    circuit = unfolded.circuit
     targets = [v for v in circuit.variables if v.role is Role.TARGET]
     inputs = [v for v in circuit.variables if v.role is Role.INPUT and v not in circuit.rules]
     if not targets:
@@ -92,21 +98,22 @@ def data_of(circuit: Circuit, x: Tensor | None, y: Tensor, tau: int) -> dict[Var
         raise ValueError("the size of gradients needs both: give the inputs x=… beside the targets y=….")
     if x is not None and not inputs:
         raise ValueError(f"{circuit.name} reads its own targets: leave x out, y is enough.")
-    given = {targets[0]: _fitted("y", y, targets[0], tau)}
+    given = {targets[0]: _fitted("y", y, targets[0], unfolded)}
     if x is not None:
-        given[inputs[0]] = _fitted("x", x, inputs[0], tau)
+        given[inputs[0]] = _fitted("x", x, inputs[0], unfolded)
     batches = [data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()]
     if len(set(batches)) > 1:
         raise ValueError(f"y has batch {batches[0]} and x has batch {batches[1]}; they must be the same.")
     return given
 
 
-def _fitted(name: str, data: Tensor, variable: Variable, tau: int) -> Tensor:
+def _fitted(name: str, data: Tensor, variable: Variable, unfolded: Unfolded) -> Tensor:
     if data.dim() < (2 if variable.when is When.EVERY else 1):
         shape = "[τ, batch, …]" if variable.when is When.EVERY else "[batch, …]"
         raise ValueError(f"{name} has shape {tuple(data.shape)}; it must be {shape}.")
-    if variable.when is not When.EVERY:
-        return data
-    if data.shape[0] < tau:
-        raise ValueError(f"{name} has {data.shape[0]} steps; a drawing of {tau} needs as many. Give fewer steps=….")
-    return data[:tau]
+    if variable.when is When.EVERY and data.shape[0] != unfolded.tau(variable):
+        raise ValueError(
+            f"{name} has {data.shape[0]} steps and {unfolded.tau(variable)} are to be drawn: give as many. "
+            f"For an encoder and its decoder, type steps=(of x, of y)."
+        )
+    return data

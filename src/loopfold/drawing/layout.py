@@ -117,7 +117,7 @@ class _Layers:
         }
         rank: dict[Variable, int] = {}
         for variable in TopologicalSorter(reads).static_order():
-            lowest = 0 if variable.role is Role.INPUT else 1
+            lowest = 0 if variable.role is Role.INPUT and not self.circuit.into(variable) else 1
             rank[variable] = max([rank[source] + 1 for source in reads[variable]], default=lowest)
         for edge in self.circuit.edges:
             if edge.source.role is Role.TARGET and self._is_within(edge):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from loopfold.drawing.circuit import Circuit, Level, Port, Role, Values, Variable, When
 from loopfold.drawing.notation import symbol
-from loopfold.feeding import Feeding, FreeRunning, Outputs, TeacherForcing
+from loopfold.feeding import Feeding, FreeRunning, Outputs, Raw, Soft, TeacherForcing
 from loopfold.patterns import (
     Autoencoder,
     EncoderDecoder,
@@ -25,6 +25,7 @@ from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked
 from loopfold.states import State, Step, leaves, name_of
 from loopfold.stepgraph.trace import Refusal, StepGraph, tensors_of, trace, trace_map
 from loopfold.transitions import Embedded, initial_state
+from loopfold.unfolding import check_input, check_steps
 
 
 def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None) -> Circuit:
@@ -158,9 +159,13 @@ class _Drawn:
 
     def _input(self, layer: RecurrentLayer, x: Tensor | None) -> tuple[Port, Tensor] | None:
         """The variable x, and an example of what it holds at one step; None for a step without input."""
-        if x is not None and (x.dim() < 2 or 0 in x.shape):
-            raise ValueError(f"x has shape {tuple(x.shape)}; a sequence [τ, batch, …] is needed.")
-        example = x[0, :1] if x is not None else _example(_lowest(layer))
+        cell = _lowest(layer)
+        if x is not None:
+            check_input(
+                name_of(cell), x, getattr(cell, "input_size", None), next(iter(tensors_of(cell).values()), None)
+            )
+            check_steps(x.shape[0])
+        example = _example(cell) if x is None else x[0, :1]
         return None if example is None else (Port(((self.circuit.add(Variable("x", Role.INPUT)), 0),)), example)
 
     def _layer(
@@ -200,12 +205,20 @@ class _Drawn:
         backwards: bool,
     ) -> Variable:
         example = None if reads is None else reads[1]
-        state = initial_state(cell, 1, example)
+        state = _state_of(cell, example)(1)
         graph = _traced(trace, cell, example, state)
         names = _state_names(graph)
         variables = [
             self.circuit.add(
-                Variable(symbol(name, *marks), Role.STATE, When.EVERY, phase, depth, backwards, _leaf(cell, i, example))
+                Variable(
+                    symbol(name, *marks),
+                    Role.STATE,
+                    When.EVERY,
+                    phase,
+                    depth,
+                    backwards,
+                    _leaf(_state_of(cell, example), i),
+                )
             )
             for i, name in enumerate(names)
         ]
@@ -235,7 +248,9 @@ class _Drawn:
         self.circuit.step(graph, tensors_of(readout), ports, [o])
         outputs = model.outputs
         self.circuit.connect(
-            loss, [Port(((o, 0),)), Port(((y, 0),))], lambda values, batch: outputs.losses(*values).sum()
+            loss,
+            [Port(((o, 0),)), Port(((y, 0),), edge={"flows": False})],
+            lambda values, batch: outputs.losses(*values).sum(),
         )
         return o, y
 
@@ -248,10 +263,11 @@ class _Drawn:
     ) -> Port:
         """What goes back in: the true target, the model's own output, or one of the two."""
         if isinstance(feeding, TeacherForcing):
-            return Port(((y, 1),), lambda values, batch: following(None, values[0], batch))
+            return Port(((y, 1),), lambda values, batch: following(None, values[0], batch), {"flows": False})
+        flows = isinstance(getattr(feeding, "pick", None), Soft | Raw)
         if isinstance(feeding, FreeRunning):
-            return Port(((o, 1),), lambda values, batch: following(values[0], None, batch))
-        return Port(((o, 1), (y, 1)), lambda values, batch: following(values[0], values[1], batch))
+            return Port(((o, 1),), lambda values, batch: following(values[0], None, batch), {"flows": flows})
+        return Port(((o, 1), (y, 1)), lambda values, batch: following(values[0], values[1], batch), {"flows": flows})
 
     def _next(self, feeding: Feeding, model: Pattern) -> Callable[[Tensor | None, Tensor | None, int], Tensor]:
         outputs = model.outputs
@@ -272,10 +288,20 @@ def _side_by_side(values: Values, batch: int) -> Tensor:
     return values[0] if len(values) == 1 else torch.cat(list(values), -1)
 
 
-def _leaf(cell: Step, i: int, example: Tensor | None) -> Callable[[int], Tensor]:
-    return lambda batch: leaves(
-        initial_state(cell, batch, None if example is None else example.expand(batch, *example.shape[1:]))
-    )[i]
+def _state_of(cell: Step, example: Tensor | None) -> Callable[[int], State]:
+    """The state before the first step, for a batch. A function that takes any size gets one number."""
+
+    def state(batch: int) -> State:
+        x = None if example is None else example.expand(batch, *example.shape[1:])
+        if isinstance(cell, nn.Module) or example is not None:
+            return initial_state(cell, batch, x)
+        return torch.zeros(batch, 1)
+
+    return state
+
+
+def _leaf(state: Callable[[int], State], i: int) -> Callable[[int], Tensor]:
+    return lambda batch: leaves(state(batch))[i]
 
 
 def _traced(how: Callable[..., StepGraph], f: Step, x: Tensor | None, state: State) -> StepGraph:
@@ -339,6 +365,8 @@ def _example(cell: Step) -> Tensor | None:
         return classes
     known = getattr(cell, "input_size", None)
     sizes = {size for t in tensors for size in t.shape}
+    if not isinstance(cell, nn.Module):
+        return torch.zeros(1, 1)
     widths = [known] if isinstance(known, int) else sorted({*sizes, *(a - b for a in sizes for b in sizes if a > b)})
     found = [x for x in [*(like.new_zeros(1, m) for m in widths), classes] if _is_read(step, cell, x)]
     if len(found) != 1:

@@ -37,14 +37,14 @@ def _is_fed(edge: Edge) -> bool:
 
 
 class _Columns:
-    """Where the steps of each phase stand, in columns; `order` are the steps shown, 0 among them for the dots."""
+    """Where the steps of each phase stand, in columns; `orders` are the steps shown, 0 among them for the dots."""
 
-    def __init__(self, circuit: Circuit, order: list[int], tau: int, gap: float) -> None:
+    def __init__(self, circuit: Circuit, taus: tuple[int, ...], gap: float) -> None:
         self.circuit = circuit
+        self.taus = taus
+        self.orders = [_shown(tau) for tau in taus]
         across = [label_size(e.parameters, e.note)[0] for e in circuit.edges if e.lag != 0]
         gap = max([gap, *(2 * half + 0.45 for half in across)])  # a label fits between two columns
-        self.order = order
-        self.tau = tau
         self.blocks = blocks(circuit, _size)
         self.left: dict[int, float] = {}  # of a block, relative to its own zero
         self.right: dict[int, float] = {}
@@ -61,21 +61,22 @@ class _Columns:
             early = any(v.initial is not None and not v.backwards for v in inside)
             late = any(v.initial is not None and v.backwards for v in inside)
             self.start[phase] = x - self.left[phase] + early * (gap + 2 * RADIUS)
-            x = self.start[phase] + self.right[phase] + self.step[phase] * (len(order) - 1)
+            x = self.start[phase] + self.right[phase] + self.step[phase] * (len(self.orders[phase]) - 1)
             x += late * (gap + 2 * RADIUS) + 2 * gap
 
     def column(self, phase: int, t: int) -> float:
         """The zero of a step's block; of step 0, that of the dots."""
-        return self.start[phase] + self.step[phase] * self.order.index(t)
+        return self.start[phase] + self.step[phase] * self.orders[phase].index(t)
 
     def place(self, variable: Variable, t: int | None) -> Place:
         """`t` None: for all steps, below the middle of the columns. Outside 1 … τ: before the first, at the border."""
         x, y = self.blocks[variable.phase].places[variable]
         phase = variable.phase
-        ends = self.column(phase, self.order[0]), self.column(phase, self.order[-1])
+        order = self.orders[phase]
+        ends = self.column(phase, order[0]), self.column(phase, order[-1])
         if t is None:
             return (sum(ends) + self.left[phase] + self.right[phase]) / 2, y
-        if t == 0 or t == self.tau + 1:
+        if t == 0 or t == self.taus[phase] + 1:
             gap = self.step[phase] - (self.right[phase] - self.left[phase])
             return (
                 ends[0] + self.left[phase] - gap - RADIUS if t == 0 else ends[1] + self.right[phase] + gap + RADIUS
@@ -110,7 +111,7 @@ class _Columns:
 
 def circuit_scene(circuit: Circuit) -> Scene:
     """One column; whatever leads to another step goes through a black square, a delay of one step."""
-    columns = _Columns(circuit, [1], 1, gap=1.1)
+    columns = _Columns(circuit, (1, 1), gap=1.1)
     shapes: dict[Hashable, Shape] = {
         v: _node(v, columns.place(v, None if v.when is When.ONCE else 1), f"${v.label}$") for v in circuit.variables
     }
@@ -158,9 +159,8 @@ def _delay(
 
 def unfolded_scene(unfolded: Unfolded, gradients: Gradients | None, backwards: bool) -> Scene:
     """A column for every step that is shown; the arrows turned round where it is gradients that flow."""
-    circuit, tau = unfolded.circuit, unfolded.tau
-    shown = list(range(1, tau + 1)) if tau <= SHOWN else [*range(1, _FIRST + 1), 0, *range(tau - _LAST + 1, tau + 1)]
-    columns = _Columns(circuit, shown, tau, gap=0.85 if circuit.level is Level.BOOK else 0.75)
+    circuit = unfolded.circuit
+    columns = _Columns(circuit, unfolded.taus, gap=0.85 if circuit.level is Level.BOOK else 0.75)
     shapes: dict[Hashable, Shape] = {
         moment: _moment(moment, columns, gradients) for moment in unfolded.moments if _is_shown(moment, columns)
     }
@@ -188,7 +188,16 @@ def unfolded_scene(unfolded: Unfolded, gradients: Gradients | None, backwards: b
         reached = {end for link in links.values() for end in (link.source, link.target)}
         shapes = {key: shape for key, shape in shapes.items() if key in reached}
     way = "The way back through" if backwards else "The unfolded graph of"
-    return Scene(f"{way} {circuit.name}, {tau} step{'s' if tau > 1 else ''}", shapes, list(links.values()))
+    return Scene(f"{way} {circuit.name}, {_counted(unfolded)}", shapes, list(links.values()))
+
+
+def _counted(unfolded: Unfolded) -> str:
+    taus = unfolded.taus[: 1 + max(variable.phase for variable in unfolded.circuit.variables)]
+    return " and ".join(f"{tau} step{'s' if tau > 1 else ''}" for tau in dict.fromkeys(taus))
+
+
+def _shown(tau: int) -> list[int]:
+    return list(range(1, tau + 1)) if tau <= SHOWN else [*range(1, _FIRST + 1), 0, *range(tau - _LAST + 1, tau + 1)]
 
 
 def _link(edge: Edge, source: Hashable, target: Hashable, via: tuple[Place, ...], size: float | None = None) -> Link:
@@ -196,7 +205,12 @@ def _link(edge: Edge, source: Hashable, target: Hashable, via: tuple[Place, ...]
 
 
 def _is_shown(moment: Moment, columns: _Columns) -> bool:
-    return moment.t is None or moment.t in columns.order or not 1 <= moment.t <= columns.tau
+    return moment.t is None or moment.t in columns.orders[moment.variable.phase] or _is_before(moment, columns)
+
+
+def _is_before(moment: Moment, columns: _Columns) -> bool:
+    """Whether it is a state before the first step."""
+    return moment.t is not None and not 1 <= moment.t <= columns.taus[moment.variable.phase]
 
 
 def _end(moment: Moment, edge: Edge, columns: _Columns) -> Hashable:
@@ -206,16 +220,14 @@ def _end(moment: Moment, edge: Edge, columns: _Columns) -> Hashable:
 
 def _carries_none(arrow: Arrow, gradients: Gradients | None) -> bool:
     """Whether nothing goes back through an arrow: targets are given, and a choice of one class has no gradient."""
-    if gradients is not None:
-        return arrow not in gradients.arrows
-    return arrow.source.variable.role is Role.TARGET
+    return not arrow.edge.flows if gradients is None else arrow not in gradients.arrows
 
 
 def _moment(moment: Moment, columns: _Columns, gradients: Gradients | None) -> Shape:
     variable, t = moment.variable, moment.t
     text = f"${variable.label}$" if t is None else f"${variable.label}^{{({t})}}$"
     size = gradients.moments.get(moment) if gradients else None
-    before = t is not None and not 1 <= t <= columns.tau
+    before = _is_before(moment, columns)
     return _node(variable, columns.place(variable, t), text, "" if size is None else _number(size), before)
 
 
@@ -223,11 +235,11 @@ def _number(size: float) -> str:
     """Two digits, or one and a power of ten.
 
     >>> _number(0.0314), _number(99.6), _number(9.6e-05)
-    ('0.031', '100', '$1\\\\cdot 10^{-4}$')
+    ('$0.031$', '$100$', '$1\\\\cdot 10^{-4}$')
     """
     if not math.isfinite(size):
         return str(size)
     if size == 0 or 1e-3 <= size < 9999.5:
-        return f"{size:.2g}" if size < 99.5 else f"{size:.0f}"
+        return f"${size:.2g}$" if size < 99.5 else f"${size:.0f}$"
     digit, exponent = f"{size:.0e}".split("e")
     return rf"${digit}\cdot 10^{{{int(exponent)}}}$"

@@ -70,6 +70,7 @@ class _Router:
         self.round = np.array([spot.round for spot in spots.values()])
         self.paths: list[Points] = [np.zeros((0, 2))] * len(lines)
         self.taken = np.zeros((0, 2))  # points along all ways that are known
+        self.owner = np.zeros(0, dtype=int)  # whose each of them is
         self.pieces = np.zeros((2, 0, 2))  # the straight pieces of all ways that are known: their starts, their ends
         self.boxes = np.zeros((0, 4))  # labels that have their place: middle, half width and height
         self.two_way = {(line.source, line.target) for line in lines} & {(ln.target, ln.source) for ln in lines}
@@ -85,7 +86,9 @@ class _Router:
             if key not in known:
                 known[key] = self._best(line) - start
             path = self.paths[i] = self._trimmed(known[key] + start, line)
-            self.taken = np.concatenate([self.taken, _spaced(path)])
+            points = _spaced(path)
+            self.taken = np.concatenate([self.taken, points])
+            self.owner = np.concatenate([self.owner, np.full(len(points), i)])
             self.pieces = np.concatenate([self.pieces, [path[:-1], path[1:]]], 1)
         places: dict[Hashable, Points] = {}
         labels: list[tuple[float, float] | None] = [None] * len(self.lines)
@@ -96,7 +99,7 @@ class _Router:
             start = self.spots[line.source].centre
             key = (self._shape(line), line.label)
             place = start + places[key] if key in places else self._free_place(i)
-            if self._hits(place, line.label):
+            if self._hits(i, place, *self._nearby(i)):
                 place = self._free_place(i)
             places.setdefault(key, place - start)
             labels[i] = (float(place[0]), float(place[1]))
@@ -160,9 +163,12 @@ class _Router:
 
     def _on_its_way(self, path: Points, line: Line) -> float:
         """The cost of the nodes that a way touches, and of its length."""
-        near = self._on_nodes(_spaced(path), GAP)
-        near[:, [self.number[line.source], self.number[line.target]]] = False
-        return 20.0 * float(near.any(1).sum()) + 0.3 * float(np.hypot(*np.diff(path, axis=0).T).sum())
+        points = _spaced(path, 0.05)
+        low, high = points.min(0) - GAP, points.max(0) + GAP
+        close = ((self.centres + self.halves > low) & (self.centres - self.halves < high)).all(1)
+        close[[self.number[line.source], self.number[line.target]]] = False
+        near = self._on_nodes(points, close, GAP)
+        return 30.0 * float(near.any(1).sum()) + 0.3 * float(np.hypot(*np.diff(path, axis=0).T).sum())
 
     def _crossed(self, path: Points, line: Line) -> float:
         """The cost of the other ways that it crosses or runs along."""
@@ -170,7 +176,7 @@ class _Router:
         if len(path) < 2:
             return 1e6
         low, high = path.min(0) - 0.05, path.max(0) + 0.05
-        others = self.taken[((self.taken > low) & (self.taken < high)).all(1)]
+        others = self.taken[((self.taken > low) & (self.taken < high)).all(1)][::2]
         points = _spaced(path, 0.08)[2:-2]
         along = 0
         if len(points) and len(others):
@@ -178,11 +184,12 @@ class _Router:
             along = int((apart < 0.045).sum() > 3)
         return 0.8 * _crossings(path, self.pieces) + 12.0 * along
 
-    def _on_nodes(self, points: Points, margin: float) -> NDArray[np.bool_]:
-        """`[points, nodes]`: which points lie on which nodes, or nearer than `margin`."""
-        away = np.abs(points[:, None] - self.centres)
-        inside = (away < self.halves + margin).all(-1)
-        return np.where(self.round, np.hypot(away[..., 0], away[..., 1]) < self.halves[:, 0] + margin, inside)
+    def _on_nodes(self, points: Points, nodes: NDArray[np.bool_], margin: float) -> NDArray[np.bool_]:
+        """`[points, nodes]`: which points lie on which of these nodes, or nearer than `margin`."""
+        halves = self.halves[nodes] + margin
+        away = np.abs(points[:, None] - self.centres[nodes])
+        on_circle = np.hypot(away[..., 0], away[..., 1]) < halves[:, 0]
+        return np.where(self.round[nodes], on_circle, (away < halves).all(-1))
 
     def _trimmed(self, path: Points, line: Line) -> Points:
         """The part of a way between the borders of its two nodes."""
@@ -199,6 +206,7 @@ class _Router:
         """Beside the middle of a way if it can be, else nearer to an end."""
         half_width, half_height = self.lines[i].label
         fine = _resampled(self.paths[i], 101)
+        nearby = self._nearby(i)
         best, least = fine[50], np.inf
         for off in sorted(range(-46, 47, 2), key=abs):
             k = 50 + off
@@ -207,25 +215,31 @@ class _Router:
             if normal[1] < -0.2 or (abs(normal[1]) <= 0.2 and normal[0] > 0):
                 normal = -normal  # above, or to the left, if it can be
             away = abs(normal[0]) * half_width + abs(normal[1]) * half_height + 0.04 + self.lines[i].half
-            for place in (
-                fine[k] + side * away * further * normal for further in (1.0, 1.4, 1.9, 2.5) for side in (1, -1)
-            ):
-                hits = self._hits(place, self.lines[i].label)
+            shifts = [side * away * further for further in (1.0, 1.4, 1.9, 2.5) for side in (1, -1)]
+            for place in (fine[k] + shift * normal for shift in shifts):
+                hits = self._hits(i, place, *nearby)
                 if hits < least:
                     best, least = place, hits
                 if not hits:
                     return place
         return best
 
-    def _hits(self, place: Points, label: tuple[float, float]) -> int:
-        """How much else a label would lie on."""
-        half = np.array(label) + 0.02
+    def _nearby(self, i: int) -> tuple[Points, NDArray[np.bool_]]:
+        """The points of ways around line `i`, and which are its own."""
+        low, high = self.paths[i].min(0) - 0.8, self.paths[i].max(0) + 0.8
+        near = ((self.taken > low) & (self.taken < high)).all(1)
+        return self.taken[near], self.owner[near] == i
+
+    def _hits(self, i: int, place: Points, points: Points, mine: NDArray[np.bool_]) -> float:
+        """How much else the label of line `i` would lie on, and whether it would be taken for that of another."""
+        half = np.array(self.lines[i].label) + 0.02
         nearest = np.clip(self.centres, place - half, place + half)
         away = np.abs(nearest - self.centres)
         nodes = np.where(self.round, np.hypot(*away.T) < self.halves[:, 0], (away < self.halves).all(1))
         boxes = (np.abs(self.boxes[:, :2] - place) < self.boxes[:, 2:] + half).all(1)
-        edges = (np.abs(self.taken - place) < half).all(1)
-        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int(edges.sum())
+        gap = np.maximum(np.abs(points - place) - half, 0).max(1)  # from the label's border to each point
+        nearer = bool((gap[~mine] < gap[mine].min() + 0.03).any())
+        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int((gap == 0).sum()) + 0.5 * nearer
 
 
 # ------------------------------------------------------------------ geometry

@@ -38,11 +38,11 @@ class Gradients:
 
 
 class Unfolded:
-    """`circuit`, unfolded for `tau` steps of each phase."""
+    """`circuit`, unfolded for a number of steps: `tau` of every phase, or of each its own."""
 
-    def __init__(self, circuit: Circuit, tau: int) -> None:
+    def __init__(self, circuit: Circuit, tau: int | tuple[int, ...]) -> None:
         self.circuit = circuit
-        self.tau = tau
+        self.taus = tau if isinstance(tau, tuple) else (tau, tau)
         self.arrows: list[Arrow] = []
         self.moments: dict[Moment, None] = {}
         for variable in circuit.variables:
@@ -55,10 +55,14 @@ class Unfolded:
                     self.moments[source] = None
                     self.arrows.append(Arrow(edge, source, Moment(edge.target, t)))
 
+    def tau(self, variable: Variable) -> int:
+        return self.taus[variable.phase]
+
     def _steps(self, variable: Variable) -> list[int | None]:
         if variable.when is When.ONCE:
             return [None]
-        return [self.tau] if variable.when is When.LAST else list(range(1, self.tau + 1))
+        tau = self.tau(variable)
+        return [tau] if variable.when is When.LAST else list(range(1, tau + 1))
 
     def _source(self, edge: Edge, t: int | None) -> Moment | None:
         """What an edge into step t comes from; None where nothing has been fed back yet."""
@@ -69,13 +73,13 @@ class Unfolded:
             return Moment(source, self.end(source))
         assert t is not None
         before = t - edge.lag
-        if 1 <= before <= self.tau or source.initial is not None:
+        if 1 <= before <= self.tau(source) or source.initial is not None:
             return Moment(source, before)
         return None
 
     def end(self, variable: Variable) -> int:
         """The step that a variable's sequence ends at."""
-        return 1 if variable.backwards else self.tau
+        return 1 if variable.backwards else self.tau(variable)
 
     # ------------------------------------------------------------------ running it
 
@@ -106,7 +110,7 @@ class Unfolded:
         edges = {variable: self.circuit.into(variable) for variable in self.circuit.variables}
         for moment in order:
             variable = moment.variable
-            if moment.t is not None and not 1 <= moment.t <= self.tau:
+            if moment.t is not None and not 1 <= moment.t <= self.tau(variable):
                 assert variable.initial is not None
                 values[moment] = _marked(variable.initial(batch))
             elif variable in given:

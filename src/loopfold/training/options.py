@@ -174,7 +174,7 @@ def preset(name: str, **changes: Any) -> Options:
 def choose(what: str, name: str, known: tuple[str, ...]) -> str:
     """`name`, if it is one of those known; else an error that has a neighbour to offer."""
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise OptionError(f"there is no {what} {name!r}; choose from {', '.join(known)}.{hint}")
     return name
