@@ -62,7 +62,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     out = worked("train", path / "text.txt", "--out", path / "run", *TINY)
     torch.set_num_threads(threads)
-    assert out == f"The run is in {path}/run. Next: loopfold compare {path}/run; loopfold generate {path}/run\n"
+    following = "; ".join(f"loopfold {command} {path}/run" for command in ("compare", "generate", "report"))
+    assert out == f"The run is in {path}/run. Next: {following}\n"
     return path
 
 

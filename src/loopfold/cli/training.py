@@ -94,7 +94,8 @@ def train(
         chosen = options.preset(preset or "quick", **changes)
         run = loop.train(chosen, out or _free_folder(chosen), watcher=watcher, save_every=save_every)
     if not rank:
-        typer.echo(f"The run is in {run.path}. Next: loopfold compare {run.path}; loopfold generate {run.path}")
+        following = "; ".join(f"loopfold {command} {run.path}" for command in ("compare", "generate", "report"))
+        typer.echo(f"The run is in {run.path}. Next: {following}")
 
 
 def _shares(split: str) -> tuple[float, ...]:
