@@ -24,9 +24,9 @@ PUBLIC = """
     draw Drawing Level beside style
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
-    LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM
+    LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM count_parameters
     Ledger perplexity Options OptionError preset Run RunError train resume open_run Watcher Terminal Stopped Diverged
-    Beam generate hidden_states HiddenStates Tracked Row compare
+    Beam generate hidden_states HiddenStates Tracked Row compare write_report
 """
 
 

@@ -139,14 +139,16 @@ def test_orthogonal_works_in_half_precision() -> None:
     torch.testing.assert_close(W @ W.T, torch.eye(6), atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [lf.LSTM, lf.LayerNormLSTM])
-def test_the_forget_bias_goes_to_the_forget_gate_alone(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [(lf.LSTM, "forget_bias"), (lf.LayerNormLSTM, "forget_bias"), (lf.GRU, "update_bias")]
+)
+def test_the_bias_of_a_gate_goes_to_that_gate_alone(kind: Any, name: str) -> None:
     def bias(**options: float) -> Tensor:
         return kind(3, 5, generator=torch.Generator().manual_seed(1), **options).b.detach()
 
     needed = bias()
     needed[5:10] = 2.5
-    assert torch.equal(bias(forget_bias=2.5), needed)
+    assert torch.equal(bias(**{name: 2.5}), needed)
 
 
 @pytest.mark.parametrize("kind", [lf.Elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM])

@@ -30,7 +30,7 @@ from loopfold.feeding import (
 )
 from loopfold.generation import Beam, generate
 from loopfold.gradients import GradientFlow, StepGradients, gradient_flow, per_step_gradients
-from loopfold.language.base import Context, LanguageModel, Next, Scored
+from loopfold.language.base import Context, LanguageModel, Next, Scored, count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.language.window import ConvolutionLM, WindowLM
@@ -46,6 +46,7 @@ from loopfold.patterns import (
 from loopfold.probing import HiddenStates, Tracked, hidden_states
 from loopfold.processes import Processes
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout, from_torch, to_torch
+from loopfold.report.page import write_report
 from loopfold.spectrum import Eigenvalues, eigenvalues
 from loopfold.stepgraph.trace import StepGraph, step_graph
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
@@ -151,6 +152,7 @@ __all__ = [
     "beside",
     "bptt",
     "compare",
+    "count_parameters",
     "draw",
     "eigenvalues",
     "from_torch",
@@ -169,4 +171,5 @@ __all__ = [
     "train",
     "truncated_bptt",
     "unfold",
+    "write_report",
 ]

@@ -182,7 +182,7 @@ class LSTM(Transition):
         self.input_size = whole_number(name_of(self), "input_size", input_size)
         self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
         self.U, self.W, self.b = _gates(4, input_size, hidden_size, recurrent_init, generator, device, dtype)
-        _start_forget_gate(self.b, forget_bias)
+        _start_gate(self.b, 1, 4, forget_bias)  # of i, f, g, o
 
     def initial_state(self, batch: int) -> LSTMState:
         zeros = self.W.new_zeros(batch, self.hidden_size)
@@ -224,7 +224,7 @@ class LayerNormLSTM(Transition):
         self.input_size = whole_number(name_of(self), "input_size", input_size)
         self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
         self.U, self.W, self.b = _gates(4, input_size, hidden_size, recurrent_init, generator, device, dtype)
-        _start_forget_gate(self.b, forget_bias)
+        _start_gate(self.b, 1, 4, forget_bias)  # of i, f, g, o
         n = self.hidden_size
         self.gamma_h = nn.Parameter(self.W.new_ones(4 * n))
         self.gamma_x = nn.Parameter(self.W.new_ones(4 * n))
@@ -253,7 +253,8 @@ class GRU(Transition):
     """Gated recurrent unit, as `torch.nn.GRU`: `h = (1 - z) ñ + z h`, `ñ = tanh(b_n + U_n x + r (W_n h + b_hn))`.
 
     Parameters `U [3n, n_in]`, `W [3n, n]`, `b [3n]`, gates in torch's order r, z, n; and `b_hn [n]`, the bias that
-    the reset gate multiplies. The other biases of torch appear only as sums, and `b` holds those.
+    the reset gate multiplies. The other biases of torch appear only as sums, and `b` holds those. `update_bias` starts
+    the update gate's part of `b` at that value: the larger, the more of h stays from step to step.
 
     >>> GRU(3, 5)(torch.zeros(2, 5), torch.ones(2, 3)).shape
     torch.Size([2, 5])
@@ -264,6 +265,7 @@ class GRU(Transition):
         input_size: int,
         hidden_size: int,
         *,
+        update_bias: float | None = None,
         recurrent_init: Initialiser = Uniform(),
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
@@ -276,6 +278,7 @@ class GRU(Transition):
         self.b_hn = nn.Parameter(self.b.new_zeros(self.hidden_size))
         bound = 1 / math.sqrt(self.hidden_size)
         nn.init.uniform_(self.b_hn, -bound, bound, generator=generator)
+        _start_gate(self.b, 1, 3, update_bias)  # of r, z, n
 
     def initial_state(self, batch: int) -> Tensor:
         return self.W.new_zeros(batch, self.hidden_size)
@@ -315,7 +318,7 @@ def _gates(
     return U, W, b
 
 
-def _start_forget_gate(b: Tensor, value: float | None) -> None:
+def _start_gate(b: Tensor, gate: int, gates: int, value: float | None) -> None:
+    """Start one gate's part of the bias at a value."""
     if value is not None:
-        i, f, g, o = b.detach().chunk(4)
-        f.fill_(value)
+        b.detach().chunk(gates)[gate].fill_(value)
