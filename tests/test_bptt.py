@@ -268,6 +268,54 @@ def test_shares_are_by_step_in_single_precision_too() -> None:
         assert lf.per_step_gradients(model, model.loss, x, y)["V"].shape == (40, 4, 5)
 
 
+class Leaking(nn.Module):
+    """A linear layer that adds a little of the step before."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.weight, self.share = nn.Parameter(torch.randn(4, 3)), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.share * torch.cat([torch.zeros_like(x[:1]), x[:-1]])) @ self.weight.T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.02])
+def test_a_little_mixing_of_steps_is_found_in_every_precision(share: float, dtype: torch.dtype) -> None:
+    """M16: whether steps are mixed does not depend on how coarsely numbers are rounded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Leaking(share)).to(dtype)
+    x, y = torch.randn(12, 2, 3).to(dtype), torch.randn(12, 2, 4).to(dtype)
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return (o - y).square().sum()
+
+    shares = lf.per_step_gradients(model, loss, x, y)["weight"]
+    assert shares.shape == (1 if share else 12, 4, 3)
+    assert shares.dtype == dtype
+    (whole,) = torch.autograd.grad(loss(model(x), y), list(model.parameters()))
+    size = float(shares.abs().sum(0).max())
+    torch.testing.assert_close(shares.sum(0), whole, rtol=0, atol=8 * torch.finfo(dtype).eps * size)
+
+
+class Unused(nn.Module):
+    """Holds a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.idle = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+def test_a_parameter_without_use_has_no_share_in_anything() -> None:
+    model, x = nn.Sequential(Unused()), torch.randn(6, 2, 3)
+    shares = lf.per_step_gradients(model, lambda o, y: (o - y).square().sum(), x, torch.zeros(6, 2, 3))
+    assert shares["gain"].shape == (6, 3)
+    assert not shares["idle"].any()
+
+
 def test_shares_sum_to_the_gradient_wherever_a_parameter_is_used() -> None:
     """M16: also in a model that none of our patterns is."""
     model, x, y = Everywhere().double(), randn(6, 2, 3), randn(6, 2, 3)
@@ -381,6 +429,7 @@ def test_gradient_flow_of_an_lstm_is_of_its_whole_state() -> None:
     ("scale", "verdict"),
     [
         (0.5, "vanishes after about 10 steps: 0.5 of it is left with every step back. Use a gated cell"),
+        (0.9, "fades: 0.9 of it is left with every step back, 0.016 times its size after 39 steps. At this rate it van"),
         (1.0, "healthy: 1 times its size with every step back, 1 times its size after 39 steps"),
         (1.5, "explodes after about 18 steps: it grows 1.5-fold with every step back. Clip the gradient"),
     ],
@@ -520,3 +569,19 @@ def test_a_gated_network_is_not_told_to_use_gates() -> None:
     assert "vanishes" in flow.verdict
     assert "forget_bias=1.0" in flow.verdict
     assert "gated cell" not in flow.verdict
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 30), (f64, 200)])
+def test_small_gradients_are_small_and_not_zero(dtype: torch.dtype, steps: int) -> None:
+    """M17: a square underflows long before what is squared does, in single precision below 1e-23."""
+    cell = lf.Elman(3, 4, lambda a: a, recurrent_init=lf.ScaledIdentity(0.05), dtype=dtype)
+    model = lf.SequenceToSequence(cell, outputs=4)
+    flow = lf.gradient_flow(model, model.loss, torch.randn(steps, 2, 3, dtype=dtype), torch.zeros(steps, 2).long())
+    assert flow.norms.dtype == f64
+    last = flow.norms[-1]
+    torch.testing.assert_close(last[1:] / last[:-1], torch.full((steps - 1,), 20.0, dtype=f64), rtol=1e-3, atol=0)
+    assert flow.rate == pytest.approx(0.05, rel=1e-2)
+
+
+def test_one_step_that_is_no_number_is_not_healthy() -> None:
+    assert lf.GradientFlow(torch.full((1, 1), math.nan)).verdict.startswith("explodes at once")

@@ -3,10 +3,13 @@
 Needs Chromium or Chrome. Where there is none these tests are skipped, or fail under LOOPFOLD_BROWSER=required.
 """
 
+import base64
 import os
 import re
 import shutil
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -190,6 +193,42 @@ def test_the_map_of_gradients(tab: "Page") -> None:
     canvas.press("End")
     assert "none, since step" in readout.inner_text()
     assert tab.locator("#flow-kept li").all_inner_texts() == [said]
+
+
+def test_a_map_says_why_there_is_no_number(browser: "Browser", tmp_path: Path) -> None:
+    """Vanished, no finite number, and out of reach are three things."""
+    text = hostile()[1].read_text(encoding="utf-8")
+    norms = '{"norms":[[1,0,0],[0,2,0],[null,0.5,3]],"first":0}'
+    text = re.sub(r'(id="flow-data">)[^<]*', rf"\g<1>{norms}", text)
+    unit_0_to_2 = base64.b64encode(struct.pack("<3h", -32768, 0, 32767)).decode()  # at the first token
+    text = re.sub(r'("values":").{8}', lambda found: found[1] + unit_0_to_2, text, count=1)
+    page = tmp_path / "page.html"
+    page.write_text(text, encoding="utf-8")
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    canvas, readout = tab.locator("#flow-map"), tab.locator("#flow-readout")
+    canvas.focus()
+    said = {}
+    for row, column in ((0, 2), (1, 0), (2, 0), (2, 1)):
+        canvas.press("Control+Home")
+        for key, times in (("ArrowDown", row), ("ArrowRight", column)):
+            for _ in range(times):
+                canvas.press(key)
+        said[row, column] = readout.inner_text()
+    assert said == {
+        (0, 2): "∂L(1)/∂h(3): none, since step 3 cannot reach L(1)",
+        (1, 0): "∂L(2)/∂h(1): vanished, below what a float holds",
+        (2, 0): "∂L(3)/∂h(1): no finite number",
+        (2, 1): "∂L(3)/∂h(2): size 0.500, 1 step back",
+    }
+    tab.get_by_role("combobox", name="Units").select_option("all")
+    canvas, readout = tab.locator("#states-map"), tab.locator("#states-readout")
+    canvas.focus()
+    for value in ("no finite number", "+0.000"):
+        assert f": {value}" in readout.inner_text()
+        canvas.press("ArrowDown")
+    context.close()
 
 
 # ------------------------------------------------------------------ every reader

@@ -210,6 +210,13 @@ def test_the_shares_of_each_step() -> None:
     assert shown[[*shares].index("W"), 0] < axes.images[0].norm.vmin  # type: ignore[operator]
 
 
+def test_small_shares_are_small_and_not_zero() -> None:
+    sizes = torch.tensor([[1e-30, 3e-30], [1e-300, 1e-300]], dtype=torch.float64)
+    shares = lf.StepGradients({"W": sizes[0][:, None].float().repeat(1, 4), "b": sizes[1][:, None].repeat(1, 4)})
+    shown, _ = data_of(shares.draw().figure.axes[0])
+    torch.testing.assert_close(shown, 2 * sizes, rtol=1e-6, atol=0)
+
+
 def test_parameters_with_fewer_steps_are_blank_after_them() -> None:
     model = lf.SequenceToOne(lf.GRU(3, 4), 5)
     shares = lf.per_step_gradients(model, model.loss, torch.randn(12, 2, 3), torch.randint(5, (2,)))

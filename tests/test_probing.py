@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ import loopfold as lf
 from loopfold import cli, probing
 from loopfold.cli import pictures
 from loopfold.language.recurrent import recurrent_lm
+from loopfold.report.subject import Subject
 from loopfold.training.options import Options
 from loopfold.training.watching import Silent
 
@@ -243,15 +245,102 @@ class RightHand(nn.Module):
         return torch.tanh(a * torch.sigmoid(b) + x)
 
 
-class Noisy(nn.Module):
-    """Cannot be traced: it draws random numbers."""
+class Dropping(nn.Module):
+    """Draws random numbers: always, or in training alone. U is square too."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4, 4))
+        self.U = nn.Parameter(torch.randn(4, 4))
+        self.drop, self.always = nn.Dropout(0.5), always
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        h = nn.functional.dropout(h, 0.5) if self.always else self.drop(h)
+        return torch.tanh(h @ self.W.T + x @ self.U.T)
+
+
+class Two(NamedTuple):
+    h: Tensor
+    c: Tensor
+
+
+class OneProduct(lf.Transition):
+    """A matrix of one or two gates that meets h, c and x side by side."""
+
+    def __init__(self, gates: int) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4 * gates, 4 + 4 + 3))
+        self.input_size = 3
+
+    def initial_state(self, batch: int) -> Two:
+        return Two(self.W.new_zeros(batch, 4), self.W.new_zeros(batch, 4))
+
+    def forward(self, state: Two, x: Tensor) -> Two:
+        a = torch.cat([state.h, state.c, x], -1) @ self.W.T
+        return Two(torch.tanh(a[:, :4]), a[:, -4:])
+
+
+class Reservoir(nn.Module):
+    """W is fixed, a buffer."""
+
+    W: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("W", torch.randn(4, 4))
+        self.U = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ self.W.T + x @ self.U.T)
+
+
+class Antisymmetric(nn.Module):
+    """W = A - Aᵀ is written twice, and A by itself multiplies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ (self.A - self.A.T).T + x) * torch.sigmoid(h @ (self.A - self.A.T).T)
+
+
+class Parts(nn.Module):
+    """Both halves of a state of one tensor, the second backwards, each times its half of W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(8, 4))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.W.new_zeros(batch, 8)
+
+    def forward(self, s: Tensor, x: Tensor) -> Tensor:
+        (h, c), (W, V) = s.chunk(2, -1), self.W.chunk(2)
+        return torch.cat([torch.tanh(h @ W.T + x), c.flip(-1) @ V.T], -1)
+
+
+class Columns(nn.Module):
+    """W h in columns, [batch, n, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.W = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(torch.nn.functional.dropout(h, 0.5) @ self.W.T + x)
+        return torch.tanh((self.W @ h[..., None])[..., 0] + x)
+
+
+class Remembering(nn.Module):
+    """Sets an attribute, which no step graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        self.seen = h
+        return torch.tanh(h @ self.W.T + x)
 
 
 class Leaky(lf.Transition):
@@ -264,20 +353,79 @@ class Leaky(lf.Transition):
 
 
 def test_cells_of_ones_own() -> None:
-    side, right, noisy = SideBySide(), RightHand(), Noisy()
+    side, right = SideBySide(), RightHand()
     assert [*lf.eigenvalues(side).radius.values()] == [pytest.approx(modulus(side.A.weight[:, 3:]))]
     assert lf.eigenvalues(right).radius == {
         "W_1": pytest.approx(modulus(right.W[:, :4])),
         "W_2": pytest.approx(modulus(right.W[:, 4:])),
     }
-    assert lf.eigenvalues(noisy).radius == {"W": pytest.approx(modulus(noisy.W))}
     assert [*lf.eigenvalues(TwoMatrices(5, 5)).values] == ["A"]
     assert [*lf.eigenvalues(FastAndSlow(5, 5)).values] == ["A"]
 
 
+def test_dropout_is_that_of_evaluation_and_flags_come_back() -> None:
+    cell = Dropping(always=False)
+    for flags in ((True, True), (True, False), (False, True)):
+        cell.training, cell.drop.training = flags
+        assert lf.eigenvalues(cell).radius == {"W": pytest.approx(modulus(cell.W))}
+        assert (cell.training, cell.drop.training) == flags
+
+
+def test_a_step_that_cannot_be_traced_is_refused_not_guessed() -> None:
+    hooked = lf.Elman(5, 5)
+    hooked.register_forward_hook(lambda *_: None)
+    for model, said in (
+        (hooked, r"state of Elman is not known, .* has hooks, .* Take them off first: handle.remove\(\)\."),
+        (lf.SequenceToSequence(hooked, 3), "state of Elman is not known"),
+        (Dropping(always=True), "it draws random numbers"),
+        (Remembering(), r"it sets self.seen at every step.* torch.linalg.eigvals"),
+        (Columns(), r"aten.bmm. Write it as a product of rows \[batch, n\], such as h @ W.T"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            lf.eigenvalues(model)
+
+
+def test_every_part_of_the_state_has_its_block() -> None:
+    """cat([h, c, x]) @ W.T: h is not all of the state."""
+    one, two = OneProduct(1), OneProduct(2)
+    assert lf.eigenvalues(one).radius == {
+        "W (h)": pytest.approx(modulus(one.W[:, :4])),
+        "W (c)": pytest.approx(modulus(one.W[:, 4:8])),
+    }
+    assert {name: v for name, v in lf.eigenvalues(two).radius.items() if "h" in name} == {
+        "W_1 (h)": pytest.approx(modulus(two.W[:4, :4])),
+        "W_2 (h)": pytest.approx(modulus(two.W[4:, :4])),
+    }
+    assert [*lf.eigenvalues(two).radius][2:] == ["W_1 (c)", "W_2 (c)"]
+
+
+def test_a_matrix_that_is_no_parameter_by_itself() -> None:
+    """A buffer, a part of a parameter, and what is computed from parameters: as the step uses it."""
+    reservoir, skew, parts = Reservoir(), Antisymmetric(), Parts()
+    assert lf.eigenvalues(reservoir).radius == {"W": pytest.approx(modulus(reservoir.W))}
+    stack = lf.Stacked([Reservoir(), lf.Elman(4, 4)])
+    assert [*lf.eigenvalues(stack).values] == ["0.cell.W", "1.cell.W"]
+    assert lf.eigenvalues(skew).radius == {"f(A)": pytest.approx(modulus(skew.A - skew.A.T))}
+    assert lf.eigenvalues(parts).radius == {
+        "W_1": pytest.approx(modulus(parts.W[:4])),
+        "W_2": pytest.approx(modulus(parts.W[4:].flip(-1))),
+    }
+
+
+@pytest.mark.parametrize("how", ["orthogonal", "spectral_norm", "weight_norm"])
+def test_a_parametrised_matrix_is_the_one_that_is_used(how: str) -> None:
+    cell = SideBySide()
+    cell.A = getattr(nn.utils.parametrizations, how)(nn.Linear(7, 4))
+    radius = lf.eigenvalues(cell).radius
+    cell.eval()  # in training spectral_norm changes W at every call
+    assert radius == {"weight": pytest.approx(modulus(cell.A.weight[:, 3:]))}
+
+
 def test_nothing_that_multiplies_the_state() -> None:
-    for model in (Leaky(), nn.Linear(3, 4), lf.WindowLM(10, 4, 4, 4, 0.0)):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} has no matrix that multiplies its state"):
+    with pytest.raises(ValueError, match="Leaky has no matrix that multiplies its state"):
+        lf.eigenvalues(Leaky())
+    for model in (nn.Linear(3, 4), lf.WindowLM(10, 4, 4, 4, 0.0)):
+        with pytest.raises(ValueError, match=rf"{type(model).__name__} takes no step f\(state, x\) -> state"):
             lf.eigenvalues(model)
     with pytest.raises(TypeError, match="a str came"):
         lf.eigenvalues("lstm")  # type: ignore[arg-type]
@@ -333,7 +481,7 @@ PICTURES = ["gradient_flow.svg", "step_gradients.svg", "hidden_states.svg", "eig
 def test_the_command_says_what_gradients_do_and_draws_it(home: Path) -> None:
     code, out, err = loopfold("gradients", home / "gru", "--steps", 20)
     assert (code, err) == (0, "")
-    assert re.search(r"^gradient +(vanishes|healthy|explodes)", out, re.MULTILINE)
+    assert re.search(r"^gradient +(vanishes|fades|healthy|explodes)", out, re.MULTILINE)
     assert re.search(r"^0 +1$", out, re.MULTILINE)
     assert all(f"W_{gate} " in out for gate in "rzn")
     assert re.search(r"^bracket depth +\d+  [+-][01]\.\d\d$", out, re.MULTILINE)
@@ -368,6 +516,7 @@ def test_a_cell_without_recurrent_matrix_has_no_eigenvalues_and_all_else(home: P
     code, out, err = loopfold("gradients", home / "leaky", "--steps", 9, "--out", tmp_path)
     assert (code, err) == (0, "")
     assert "spectral radius" not in out
+    assert re.search(r"^eigenvalues +none: RecurrentLM has no matrix that multiplies its state", out, re.MULTILINE)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(PICTURES[:3])
 
 
@@ -400,17 +549,30 @@ def test_a_run_draws_its_learning_curve_beside_the_baselines(home: Path, tmp_pat
     axes = run.learning_curve().figure.axes[0]
     ends = {line.get_xydata()[-1][1] for line in axes.lines}  # type: ignore[index]
     assert ends == {run.metrics[-1]["train"], run.metrics[-1]["valid"]}
-    rows = [("uniform", 3.0), ("unigram", 2.5), ("2-gram", 2.0), ("3-gram", 1.0), ("4-gram", 1.5), ("gru 8", 0.5)]
-    data = {"on": "test", "rows": [{"name": name, "ledger": {"nats_per_token": nats}} for name, nats in rows]}
-    (tmp_path / "run" / "comparison.json").write_text(json.dumps(data))
+    rows = [row.as_json() for row in lf.compare([run])]
+    (tmp_path / "run" / "comparison.json").write_text(json.dumps({"on": "test", "rows": rows}))
     drawn = run.learning_curve()
     texts = " ".join(text.get_text() for text in drawn.figure.axes[0].texts)
-    assert all(name in texts for name in ("uniform", "unigram", "3-gram", "train", "valid"))
-    assert not any(name in texts for name in ("2-gram", "4-gram", "gru 8"))
+    lines = Subject(run).table.lines  # the report draws the same baselines, and the run itself
+    assert [*lines][0] == "gru 8"
+    assert [*lines][2:] == ["window", "convolution"]
+    for row in rows:
+        assert (row["name"] in texts) == (row["name"] in [*lines][1:]), row["name"]
     assert "baselines on the test text" in drawn.figure.axes[0].get_title(loc="left")
     (tmp_path / "run" / "comparison.json").write_text('{"rows": [1]}')
-    with pytest.raises(lf.RunError, match="comparison.json is damaged: make it anew with loopfold compare"):
+    with pytest.raises(lf.RunError, match=r"comparison.json is damaged \(.*\)\. Remove it, or type loopfold compare"):
         run.learning_curve()
+
+
+def test_a_curve_has_finite_numbers_alone(home: Path) -> None:
+    run = lf.open_run(home / "gru")
+    run.metrics[:] = [
+        {"step": 1, "train": 2.0, "valid": math.nan},
+        {"step": 2, "train": math.inf},
+        {"step": 3, "train": 1.0, "valid": 1.5},
+    ]
+    assert run.curves == {"train": [(1, 2.0), (3, 1.0)], "valid": [(3, 1.5)]}
+    assert Subject(run).best == 1.5
 
 
 def test_a_run_without_a_curve_says_so(home: Path) -> None:

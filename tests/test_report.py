@@ -3,8 +3,10 @@
 import base64
 import hashlib
 import json
+import math
 import os
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -16,10 +18,13 @@ from reports import HOSTILE, NAME, hostile, trained
 from test_cli import loopfold, refused
 
 import loopfold as lf
+from loopfold.drawing import networks
 from loopfold.report import inside, subject
 from loopfold.report.markup import data_block, escape
 from loopfold.report.page import report_page, write_report
+from loopfold.report.sections import the_samples
 from loopfold.report.subject import Subject
+from loopfold.stepgraph.trace import trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOID = {"meta", "link", "img", "input", "br"}
@@ -134,7 +139,8 @@ def test_the_gradients_are_those_of_the_model(page: Page) -> None:
     assert isinstance(run.model, lf.RecurrentLM)
     x, y = (part[:64] for part in Subject(run).x_and_y)
     flow = lf.gradient_flow(run.model.network, run.model.network.loss, x, y)
-    torch.testing.assert_close(torch.tensor(page.data("flow-data")["norms"]), flow.norms, rtol=1e-3, atol=1e-30)
+    norms = torch.tensor(page.data("flow-data")["norms"], dtype=torch.float64)
+    torch.testing.assert_close(norms, flow.norms, rtol=1e-3, atol=0)
     assert flow.verdict[1:] in page.inside["main"][0]
 
 
@@ -230,23 +236,127 @@ def test_a_run_that_holds_nothing_out_and_has_hardly_begun(tmp_path: Path) -> No
     assert "of the training text" in text
 
 
+def own_cell(path: Path) -> str:
+    """A cell of the user's own, in a file."""
+    (path / "cells.py").write_text(
+        "import torch\nclass Own(torch.nn.Module):\n    def __init__(self, n_in, n):\n        super().__init__()\n"
+        "        self.A = torch.nn.Linear(n_in + n, n)\n    def forward(self, h, x):\n"
+        "        return torch.tanh(self.A(torch.cat([h, x], -1)))\n"
+    )
+    return f"{path / 'cells.py'}:Own"
+
+
 @pytest.mark.usefixtures("_few_graphs")
 def test_a_cell_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a branch on values <b>")
 
-    cell = tmp_path / "cells.py"
-    cell.write_text(
-        "import torch\nclass Own(torch.nn.Module):\n    def __init__(self, n_in, n):\n        super().__init__()\n"
-        "        self.A = torch.nn.Linear(n_in + n, n)\n    def forward(self, h, x):\n"
-        "        return torch.tanh(self.A(torch.cat([h, x], -1)))\n"
-    )
-    monkeypatch.setattr(inside, "draw", fails)
-    text = report_page(Subject(trained(tmp_path, cell=f"{cell}:Own", epochs=0.01)))
+    monkeypatch.setattr(inside, "circuit_of", fails)
+    text = report_page(Subject(trained(tmp_path, cell=own_cell(tmp_path), epochs=0.01)))
     assert "This cell cannot be shown here: a branch on values &lt;b&gt;" in text
     assert "flow-data" in text  # the rest is
     with pytest.raises(ValueError, match="a branch"):  # with a cell of ours it is a fault of ours
         report_page(Subject(hostile()[0]))
+
+
+def test_a_network_is_traced_once_for_all_its_pictures(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+
+    def counted(*arguments: Any) -> Any:
+        traced.append(arguments)
+        return trace(*arguments)
+
+    monkeypatch.setattr(networks, "trace", counted)
+    run, path = hostile()
+    section = inside.inside(Subject(run))[0]
+    assert len(traced) == 1
+    assert section.body in path.read_text(encoding="utf-8")
+    assert len(page.all("svg")) > 2 * 9
+
+
+# ------------------------------------------------------------------ texts and runs that are odd
+
+
+@pytest.mark.usefixtures("_few_graphs")
+def test_a_text_that_begins_with_many_line_ends(tmp_path: Path) -> None:
+    run = trained(tmp_path, epochs=0.01)
+    page = Page(report_page(Subject(run, "\n" * 7000 + HOSTILE)))
+    assert "".join(page.data("states-data")["pieces"]) == HOSTILE
+    (tmp_path / "held out.txt").write_text("\n" * 7000 + "left at 9.")
+    (tmp_path / "more").mkdir()
+    held = trained(tmp_path / "more", epochs=0.01, test=str(tmp_path / "held out.txt"), split=(90, 10, 0))
+    assert Subject(held).text == "left at 9."
+
+
+@pytest.mark.parametrize("unit", ["characters", "words"])
+@pytest.mark.parametrize("cell", [lambda path: "gru", own_cell])
+def test_a_text_of_line_ends_alone_is_refused(cell: Callable[[Path], str], unit: str, tmp_path: Path) -> None:
+    text = HOSTILE * 12 + "\n" * 2000
+    run = trained(tmp_path, text, epochs=0.01, unit=unit, cell=cell(tmp_path))
+    assert run.corpus().test.strip("\n") == ""
+    with pytest.raises(lf.OptionError, match=r"the test text has no \w+ to look at: give another text with --passage"):
+        report_page(Subject(run))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("_few_graphs")
+def test_a_passage_of_one_token() -> None:
+    page = Page(report_page(Subject(hostile()[0], "a")))
+    assert page.data("states-data")["pieces"] == ["a"]
+    assert len(page.data("flow-data")["norms"]) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("_few_graphs")
+@pytest.mark.parametrize("compared", [False, True])
+@pytest.mark.parametrize("model", ["recurrent", "window"])
+def test_a_run_that_diverged_has_a_page_that_says_so(model: str, compared: bool, tmp_path: Path) -> None:
+    run = trained(tmp_path, model=model, epochs=0.05)
+    for p in run.model.parameters():
+        p.data.fill_(math.nan)
+    run.metrics[-1] |= {"train": math.nan, "valid": math.nan}
+    if compared:
+        rows = [row.as_json() for row in lf.compare([run], neural=False)]
+        (run.path / "comparison.json").write_text(json.dumps({"on": "test", "rows": rows}))
+    page = Page(report_page(Subject(run)))
+    said = "Some weights of this model are no finite numbers: its training diverged. Train anew with a smaller"
+    assert said in page.inside["header"][0]
+    assert "It writes nothing: what it puts out is no finite number." in page.inside["main"][0]
+    assert page.inside["dd"][0] == "no number"
+    assert "∞" not in page.inside["table"][0]
+    if model == "recurrent":
+        assert {value for t, row in enumerate(page.data("flow-data")["norms"]) for value in row[: t + 1]} == {None}
+        values = base64.b64decode(page.data("states-data")["values"])
+        assert {*torch.frombuffer(bytearray(values), dtype=torch.int16).tolist()} == {inside.NO_NUMBER}
+
+
+def test_outputs_may_be_no_numbers_where_all_weights_are(tmp_path: Path) -> None:
+    run = trained(tmp_path, epochs=0.01, cell="elman")
+    for name, p in run.model.named_parameters():
+        p.data.fill_({"b": 9.0, "V": 3e38}.get(name.rpartition(".")[2], 0.0))  # h(t) = tanh(9), o(t) = ∞
+    about = Subject(run)
+    assert about.trouble is not None
+    assert about.trouble.startswith("What this model puts out is no finite number.")
+    assert "It writes nothing" in the_samples(about).body
+
+
+@pytest.mark.usefixtures("_few_graphs")
+def test_what_is_no_number_is_sent_as_none_and_what_vanished_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [math.nan, math.inf, 3.0]])
+    monkeypatch.setattr(inside, "gradient_flow", lambda *_: lf.GradientFlow(norms))
+    page = Page(report_page(Subject(hostile()[0], "abc")))
+    assert page.data("flow-data")["norms"] == [[1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [None, None, 3.0]]
+
+
+def test_a_few_values_that_are_no_number_spare_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.tensor([[1.0, -4.0], [math.nan, 2.0], [math.inf, -math.inf]])
+    monkeypatch.setattr(inside, "hidden_states", lambda *_: lf.HiddenStates(values, ["a", "b", "c"]))
+    section = inside.inside(Subject(hostile()[0], "abc"))[2]
+    assert section.data is not None
+    data = section.data["states-data"]
+    assert data["scale"] == 4.0
+    whole = torch.frombuffer(bytearray(base64.b64decode(data["values"])), dtype=torch.int16).tolist()
+    assert whole == [8192, -32767, inside.NO_NUMBER, 16384, inside.NO_NUMBER, inside.NO_NUMBER]
 
 
 # ------------------------------------------------------------------ the table
@@ -313,6 +423,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "run text is a folder: name a file, such as run text/report.html", "report", "run text", "--out", "run text"
     )
     refused(r"cannot be written: there is no folder none\. Make it, or", "report", "run text", "--out", "none/a.html")
+    refused(r"name it \.html; a\.pdf came", "report", "run text", "--out", "a.pdf")
     refused("the passage is empty: give some text after --passage", "report", "run text", "--passage", "  \n")
     refused(r"device 'gpu' cannot be used", "report", "run text", "--device", "gpu")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

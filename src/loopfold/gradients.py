@@ -1,7 +1,7 @@
 """What each step adds to a gradient, and how far back gradients reach; for any transition."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ class StepGradients(dict[str, Tensor]):
 
     def draw(self) -> Drawing:
         """‖∇W(t)‖ of every parameter, a row each, and a column for each step (M16)."""
-        return charts.step_gradients({name: share.flatten(1).norm(dim=1) for name, share in self.items()})
+        return charts.step_gradients({n: torch.stack([_size([g]) for g in share]) for n, share in self.items()})
 
 
 def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> StepGradients:
@@ -62,7 +62,7 @@ def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) ->
             steps = [torch.cat([steps[0][:1] + outside, steps[0][1:]]), *steps[1:]] if steps else [outside[None]]
         if steps:
             shares[name] = torch.cat(steps)
-    short = short_names(model)
+    short = short_names(name for name, _ in model.named_parameters())
     return StepGradients({short[name]: share for name, share in shares.items()})
 
 
@@ -158,26 +158,49 @@ def _shares(call: _Call, p: nn.Parameter, gradients: dict[int, Tensor | None]) -
     if flow is None:
         return whole[None]
     name = next(name for name, own in call.owner.named_parameters() if own is p)
-    inputs = [part.detach() for part in call.inputs]
-    theta = p.detach().repeat(len(flow), *[1] * p.dim()).requires_grad_()  # θ(t): one copy for every step
-    step = torch.vmap(lambda theta, *inputs: torch.func.functional_call(call.owner, {name: theta}, inputs))
+    tensors = {key: _exact(t) for key, t in (*call.owner.named_parameters(), *call.owner.named_buffers())}
+    inputs = [_exact(part) for part in call.inputs]
+
+    def run(theta: Tensor, *inputs: Tensor) -> Tensor:
+        return torch.func.functional_call(call.owner, tensors | {name: theta}, inputs)
+
+    theta = tensors[name].repeat(len(flow), *[1] * p.dim()).requires_grad_()  # θ(t): one copy for every step
     try:
-        output = step(theta, *inputs)
-    except RuntimeError:
+        by_step = torch.vmap(run)(theta, *inputs)
+        (shares,) = torch.autograd.grad(by_step, theta, _exact(flow))
+        together = run(tensors[name], *inputs)
+    except (RuntimeError, TypeError):
         return whole[None]
     # a module that mixes the steps, as a convolution over time, has no share of one step to speak of
-    apart, largest = (output - call.output).abs().max(), call.output.abs().max()
-    is_by_step = bool(apart <= torch.finfo(output.dtype).eps ** 0.5 * largest)  # up to rounding
-    return torch.autograd.grad(output, theta, flow)[0] if is_by_step else whole[None]
+    rounding = torch.finfo(whole.dtype).eps
+    is_by_step = (
+        _apart(by_step, together) <= 1e-9 * _largest(together)
+        and _apart(together, call.output) <= rounding**0.5 * _largest(together)  # it is the call that was made
+        and _apart(shares.sum(0), whole) <= min(256 * rounding, 0.1) * _largest(shares.abs().sum(0))
+    )
+    return shares.to(whole.dtype) if is_by_step else whole[None]
+
+
+def _exact(value: Tensor) -> Tensor:
+    """In double precision, so that no rounding of single precision is taken for a mixing of steps."""
+    return value.detach().double() if value.is_floating_point() else value.detach()
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return _largest(a.detach() - b.detach())
+
+
+def _largest(a: Tensor) -> float:
+    return float(a.detach().abs().max()) if a.numel() else 0.0
 
 
 def _outputs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return model.given(x, y) if isinstance(model, Pattern) else model(x)
 
 
-def short_names(model: nn.Module) -> dict[str, str]:
-    """Each parameter's name without the leading parts that are not needed to tell it from the others."""
-    names = [name for name, _ in model.named_parameters()]
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name without the leading parts that are not needed to tell it from the others."""
+    names = dict.fromkeys(names)
 
     def short(name: str) -> str:
         parts = name.split(".")
@@ -197,8 +220,8 @@ def short_names(model: nn.Module) -> dict[str, str]:
 class GradientFlow:
     """How much the loss at one step depends on the state at an earlier one (M17).
 
-    `norms[t, k]`   ‖∂L(t)/∂h(k)‖ over the whole state and batch, zero where k cannot influence t; a model with one
-                    output at the end has one row
+    `norms[t, k]`   ‖∂L(t)/∂h(k)‖ over the whole state and batch, in float64, zero where k cannot influence t; a model
+                    with one output at the end has one row
     `reach[d]`      the same by distance d, relative to d = 0: the geometric mean over all t and k = t - d
     `rate`          the factor by which the gradient changes with every step back
     `verdict`       what that means, in words, and what to do about it
@@ -223,6 +246,7 @@ class GradientFlow:
 
 
 VANISHED, EXPLODED = 1e-3, 1e3  # the size relative to distance 0 at which a gradient counts as gone, or as too large
+FADED, LONG = 0.1, 100  # one that has not vanished yet fades, if it is this small, or vanishes before so many steps
 
 
 def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> GradientFlow:
@@ -260,14 +284,19 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         )
     nodes = [leaf for k in range(tau) for chain in steps for leaf in leaves(chain[k])]
     width = len(nodes) // tau
-    norms = o.new_zeros(len(losses), tau)
+    norms = o.new_zeros(len(losses), tau, dtype=torch.float64)
     for t, loss in enumerate(losses):
         found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
         for k in range(tau):
-            parts = [g.square().sum() for g in found[k * width : (k + 1) * width] if g is not None]
-            if parts:
-                norms[t, k] = torch.stack(parts).sum().sqrt()
+            norms[t, k] = _size([g for g in found[k * width : (k + 1) * width] if g is not None])
     return GradientFlow(norms, all(isinstance(core_of(cell), LSTM | LayerNormLSTM | GRU) for cell in cells_of(model)))
+
+
+def _size(parts: list[Tensor]) -> Tensor:
+    """‖parts‖ as one vector. In double precision and relative to the largest entry, or squares would underflow."""
+    g = torch.cat([torch.zeros(1, dtype=torch.float64), *(part.detach().double().flatten().cpu() for part in parts)])
+    largest = g.abs().max()
+    return (g / largest).norm() * largest if 0 < largest < torch.inf else largest
 
 
 @contextmanager
@@ -331,7 +360,7 @@ def _rate(reach: Tensor) -> float:
 def _verdict(reach: Tensor, rate: float, gated: bool) -> str:
     if not float(reach[0]):
         return "no gradient: the loss does not depend on the states at all. Look at loss_fn and at the outputs."
-    if len(reach) < 2:
+    if len(reach) < 2 and bool(reach.isfinite().all()):
         return "healthy: one step only, so there is nothing to carry."
     if not bool(reach.isfinite().all()) or float(reach.max()) > EXPLODED:
         d = int((~(reach <= EXPLODED)).nonzero()[0])
@@ -349,4 +378,11 @@ def _verdict(reach: Tensor, rate: float, gated: bool) -> str:
             f"orthogonal (recurrent_init=lf.Orthogonal())."
         )
     after = f"{float(reach[-1]):.2g} times its size after {len(reach) - 1} steps"
+    if 0 < rate < 1:
+        d = math.ceil(math.log(VANISHED) / math.log(rate))
+        if d < LONG or float(reach[-1]) < FADED:
+            return (
+                f"fades: {rate:.3g} of it is left with every step back, {after}. At this rate it vanishes after about "
+                f"{d}, so look at a longer sequence if causes may be further back than that."
+            )
     return f"healthy: {rate:.3g} times its size with every step back, {after}."

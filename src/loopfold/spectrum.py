@@ -1,7 +1,11 @@
 """The eigenvalues of what multiplies the state: whether W by itself shrinks a state or lets it grow."""
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +13,9 @@ from torch import Tensor, nn
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, short_names
-from loopfold.states import State, leaves, name_of
-from loopfold.stepgraph.trace import Node, Refusal, StepGraph, trace
+from loopfold.states import leaves, name_of
+from loopfold.stepgraph.hoist import apply, needed_for
+from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph, trace
 from loopfold.transitions import GRU, LSTM, LayerNormLSTM, initial_state
 
 GATES: dict[type[nn.Module], str] = {LSTM: "ifgo", LayerNormLSTM: "ifgo", GRU: "rzn"}
@@ -20,7 +25,8 @@ GATES: dict[type[nn.Module], str] = {LSTM: "ifgo", LayerNormLSTM: "ifgo", GRU: "
 class Eigenvalues:
     """The eigenvalues of every square matrix that multiplies the state (M17).
 
-    `values`   `{"W": [n] complex}`; a `W [k·n, n]` of k gates is k matrices: `"W_i"`, `"W_f"`, …
+    `values`   `{"W": [n] complex}`; a `W [k·n, n]` of k gates is k matrices, `"W_i"`, `"W_f"`, …; one that multiplies
+               several parts of the state has a block for each, `"W (h)"`, `"W (c)"`
     `radius`   the largest modulus of each, ρ(W): below 1, W by itself makes every state vanish in the end
     """
 
@@ -38,7 +44,9 @@ class Eigenvalues:
 def eigenvalues(model: nn.Module) -> Eigenvalues:
     """The eigenvalues of the recurrent matrices of a transition, or of every transition in a model.
 
-    A recurrent matrix is a parameter, or the part of one, that multiplies the state; the step graph says which do.
+    A recurrent matrix multiplies the state and is the same at every step: a parameter or a buffer, the part of one
+    that meets the state, or what is computed from them, `"f(A)"` where that is no part of A. The step graph says
+    which do, as they are in evaluation, without dropout. A step that cannot be traced is refused; the error says why.
 
     >>> from loopfold import Elman, ScaledIdentity
     >>> eigenvalues(Elman(3, 5, recurrent_init=ScaledIdentity(0.5))).radius
@@ -48,102 +56,227 @@ def eigenvalues(model: nn.Module) -> Eigenvalues:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"eigenvalues needs a transition or a model, a torch.nn.Module; a {type(model).__name__} came.")
-    names = {id(p): name for name, p in model.named_parameters()}
-    short = short_names(model)
+    known = {id(t): _plain(name) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    short = short_names(known.values())
     values: dict[str, Tensor] = {}
-    for cell in cells_of(model) or [model]:
-        for p, W in _recurrent_matrices(core_of(cell)):
-            gates = W.detach().double().cpu().split(W.shape[1])
-            letters = next((gates for kind, gates in GATES.items() if isinstance(core_of(cell), kind)), None)
-            for i, gate in enumerate(gates):
-                name = short[names[id(p)]]
-                if len(gates) > 1:
-                    name += f"_{letters[i] if letters else i + 1}"
-                if not bool(gate.isfinite().all()):
+    with _evaluating(model):
+        for cell in map(core_of, cells_of(model) or [model]):
+            own = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+            names = {name: short[known[id(t)]] for name, t in own.items()}
+            letters = next((gates for kind, gates in GATES.items() if isinstance(cell, kind)), "")
+            for name, W in _named(_recurrent_matrices(_graph(cell), own, names), letters):
+                if not bool(W.isfinite().all()):
                     raise ValueError(f"{name} holds numbers that are not finite, so it has no eigenvalues.")
-                values[name] = torch.linalg.eigvals(gate)
+                values[name] = torch.linalg.eigvals(W)
     if not values:
         raise ValueError(
-            f"{name_of(model)} has no matrix that multiplies its state. eigenvalues needs a transition with a "
-            f"parameter [k·n, n], where n is the size of the state, such as lf.Elman; or a model that holds one."
+            f"{name_of(model)} has no matrix that multiplies its state. eigenvalues needs a transition with a fixed "
+            f"matrix [k·n, n], where n is the size of the state, such as lf.Elman; or a model that holds one."
         )
     return Eigenvalues(values)
 
 
+def _plain(name: str) -> str:
+    """A parameter's name; what torch.nn.utils.parametrize computes W from goes by the name of W."""
+    return re.sub(r"parametrizations\.(\w+)\..*", r"\1", name)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module as it is when the model is used, not trained."""
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 # ------------------------------------------------------------------ what multiplies the state
 
-_TURNS = ("permute", "t", "transpose")  # of a matrix: each swaps rows and columns
+
+@dataclass(frozen=True)
+class _Matrix:
+    """What multiplies one part of the state: `W [k·n, n]`, what it comes from, and the name of that part."""
+
+    W: Tensor
+    source: str
+    leaf: str
 
 
-def _recurrent_matrices(cell: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Each parameter that multiplies the state, and the part of it that does, `[k·n, n]`."""
-    own = dict(cell.named_parameters())
-    found: dict[tuple[str, int], Tensor] = {}
-    graph = _graph(cell)
-    if graph is None:  # a step that cannot be traced: by shape, then
-        sizes = {leaf.shape[-1] for leaf in leaves(_zeros(cell)) if leaf.dim() > 1}
-        found = {(name, 0): p for name, p in own.items() if p.dim() == 2 and p.shape[1] in sizes}
-    else:
-        names = {node: name for name, node in graph.parameters.items()}
-        for left, right in _products(graph):
-            node, turns = right, 0
-            while node.op in _TURNS:
-                node, turns = node.inputs()[0], turns + 1
-            name, place = names.get(node, ""), _state_in(left)
-            if name in own and place is not None:
-                W = own[name] if turns % 2 else own[name].T  # h @ W.T is what W h is for columns
-                found[name, place[0]] = W[:, place[0] : sum(place)]
-    square = {key: W for key, W in found.items() if W.shape[0] % W.shape[1] == 0}
-    return [(own[name], W) for (name, _), W in square.items()]
+def _recurrent_matrices(graph: StepGraph, own: dict[str, Tensor], names: dict[str, str]) -> list[_Matrix]:
+    """Every constant matrix that multiplies a leaf of the state, once, and only what of it meets that leaf."""
+    sources = {node: names[name] for name, node in graph.parameters.items()}
+    constants = _constants(graph, own)
+    formulas = _formulas(graph)
+    found: dict[Any, _Matrix] = {}
+    for leaf in graph.state:
+        columns = _columns(graph, leaf)
+        for node in graph.operations:
+            if node.op in _PRODUCTS and node.args[-2] in columns and node.args[-1] in constants:
+                matrix = node.args[-1]
+                for rows in _blocks(columns[node.args[-2]][0]):
+                    W = constants[matrix][rows].T.double().cpu()  # h @ W.T is what W h is for columns
+                    if len(W) % len(rows) == 0 and (len(rows) > 1 or leaf.shape[-1] == 1):  # not a lone column
+                        key = formulas[matrix], tuple(rows)
+                        found.setdefault(key, _Matrix(W, _source(matrix, sources), leaf.name))
+            elif node.op in _OTHER_PRODUCTS and any(part in columns for part in node.inputs()):
+                raise ValueError(
+                    f"{graph.name} multiplies its state in a way that eigenvalues cannot read, aten.{node.op}. Write "
+                    f"it as a product of rows [batch, n], such as h @ W.T."
+                )
+    return list(found.values())
 
 
-def _products(graph: StepGraph) -> Iterator[tuple[Node, Node]]:
+def _constants(graph: StepGraph, own: dict[str, Tensor]) -> dict[Node, Any]:
+    """All that is the same at every step and for every batch: parameters, buffers, and what is computed from them."""
+    found: dict[Node, Any] = {node: own[name].detach() for name, node in graph.parameters.items()}
     for node in graph.operations:
-        if node.op in ("mm", "addmm"):
-            yield node.args[-2], node.args[-1]
+        if BATCH not in node.shape and all(part in found for part in node.inputs()):
+            found[node] = apply(node, found, 1)
+    return found
 
 
-def _state_in(node: Node) -> tuple[int, int] | None:
-    """Where in the columns of a value a leaf of the state stands: its first column, and how many. None: nowhere."""
-    if node.op == "state":
-        return 0, node.shape[-1]
-    if node.op == "cat":
-        start = 0
-        for part in node.inputs():
-            if (place := _state_in(part)) is not None:
-                return start + place[0], place[1]
-            start += part.shape[-1]
-        return None
-    if node.op in ("mm", "addmm"):  # what comes out of a product is no state any more
-        return None
-    places = (_state_in(part) for part in node.inputs() if part.shape == node.shape)
-    return next((place for place in places if place is not None), None)
+def _named(matrices: list[_Matrix], letters: str) -> Iterator[tuple[str, Tensor]]:
+    """Each square matrix under a name of its own: gates have letters or numbers, parts of the state their names."""
+    by_source: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for matrix in matrices:
+        by_source[matrix.source][matrix.leaf] += matrix.W.split(matrix.W.shape[1])
+    for source, by_leaf in by_source.items():
+        for leaf, gates in by_leaf.items():
+            marks = letters if len(gates) == len(letters) else range(1, len(gates) + 1)
+            for mark, W in zip(marks, gates, strict=True):
+                part = f" ({leaf})" if len(by_leaf) > 1 else ""
+                yield source + (f"_{mark}" if len(gates) > 1 else "") + part, W
 
 
-def _graph(cell: nn.Module) -> StepGraph | None:
-    """The step graph, with the first kind of input that the step takes; None where there is none."""
-    for x0 in _possible_inputs(cell):
-        try:
-            return trace(cell, x0, initial_state(cell, 1, x0))
-        except (Refusal, ValueError, RuntimeError, TypeError):  # not with this input
+_PRODUCTS = ("mm", "addmm")
+_OTHER_PRODUCTS = ("bmm", "baddbmm", "convolution", "mv", "addmv")
+_MOVES = {  # they put numbers elsewhere and change none
+    *("cat", "stack", "slice", "split", "split_with_sizes", "unbind", "select", "index_select", "getitem"),
+    *("view", "_unsafe_view", "reshape", "permute", "t", "transpose", "expand", "repeat", "unsqueeze", "squeeze"),
+    *("clone", "alias", "detach", "flip", "roll", "constant_pad_nd"),
+}
+
+
+def _columns(graph: StepGraph, leaf: Node) -> dict[Node, Any]:
+    """Which columns of a leaf of the state each value holds at each of its places, counted from 1; 0 is none.
+
+    A value without any is left out. What comes out of a product is no state any more; any other operation that keeps
+    the shape, as `0.5 * h`, a gate or a norm, leaves the columns where they are.
+    """
+    found: dict[Node, Any] = {leaf: torch.arange(1, 1 + _blank(leaf).numel()).view(_blank(leaf).shape)}
+    for node in graph.operations:
+        held = [part for part in node.inputs() if part in found]
+        if not held or node.op in (*_PRODUCTS, *_OTHER_PRODUCTS):
             continue
-    return None
+        if node.op in _MOVES and not (node.op == "getitem" and isinstance(found[held[0]], Tensor)):
+            moved = apply(node, {part: found.get(part, _blank(part)) for part in node.inputs()}, 1)
+            if not isinstance(moved, Tensor) or bool(moved.any()):
+                found[node] = moved
+            continue
+        kept = [columns for columns in map(found.__getitem__, held) if _fits(columns, node)]
+        if kept:
+            found[node] = kept[0] if node.dtype is None else kept[0].expand(_blank(node).shape)
+    return found
+
+
+def _fits(columns: Tensor, node: Node) -> bool:
+    """Whether a value can have the columns of what it is computed from. One of several results: its parts can."""
+    if node.dtype is None:
+        return True
+    ours, theirs = columns.shape[::-1], _blank(node).shape[::-1]
+    return (
+        len(ours) <= len(theirs)
+        and ours[0] == theirs[0]
+        and all(a in (1, b) for a, b in zip(ours, theirs, strict=False))
+    )
+
+
+def _blank(node: Node) -> Tensor:
+    """Zeros of the shape of a value, for a batch of one."""
+    return torch.zeros([1 if size is BATCH else size for size in node.shape], dtype=torch.long)
+
+
+def _blocks(columns: Tensor) -> list[list[int]]:
+    """Where the columns of the state stand, in their own order; a list for each time that they come."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    times: dict[int, int] = defaultdict(int)
+    for place, column in enumerate(columns.tolist()):
+        if column:
+            found[times[column]].append((column, place))
+            times[column] += 1
+    return [[place for _, place in sorted(block)] for block in found.values()]
+
+
+def _source(matrix: Node, names: dict[Node, str]) -> str:
+    """What a matrix comes from: the parameter that it is a part of, or those that it is computed from."""
+    needed = needed_for([matrix], set())
+    parts = dict.fromkeys(name for node, name in names.items() if node in needed)
+    is_part = all(node.op in (*_MOVES, "parameter") for node in needed)
+    is_parametrised = all("parametrizations." in node.name for node in needed if node in names)
+    return next(iter(parts)) if len(parts) == 1 and (is_part or is_parametrised) else f"f({', '.join(parts)})"
+
+
+def _formulas(graph: StepGraph) -> dict[Node, int]:
+    """A number for each value, the same where the same is computed from the same: `self.W.T` may be written twice."""
+    numbers: dict[Any, int] = {}
+    found: dict[Node, int] = {}
+
+    def plain(a: Any) -> Any:
+        if isinstance(a, Node):
+            return found.setdefault(a, numbers.setdefault(a, len(numbers)))
+        return tuple(map(plain, a)) if isinstance(a, tuple) else (type(a), repr(a))
+
+    for node in graph.operations:
+        formula = (node.op, node.target, plain(node.args), plain(tuple(sorted(node.kwargs.items()))))
+        found[node] = numbers.setdefault(formula, len(numbers))
+    return found
+
+
+# ------------------------------------------------------------------ the step graph
+
+
+def _graph(cell: nn.Module) -> StepGraph:
+    """The step graph, with the first kind of input that the step takes."""
+    for x0 in _possible_inputs(cell):
+        arguments = () if x0 is None else (x0,)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                state = initial_state(cell, 1, x0)
+                new = cell.forward(state, *arguments)  # not the cell itself: its hooks are no part of the trial
+            if [leaf.shape for leaf in leaves(new)] != [leaf.shape for leaf in leaves(state)]:
+                continue
+        except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):  # not with this input
+            continue
+        try:
+            return trace(cell, x0, state)
+        except Refusal as reason:
+            raise ValueError(
+                f"which matrices multiply the state of {name_of(cell)} is not known, since it cannot be traced: "
+                f"{reason} {_advice(str(reason))}"
+            ) from reason
+    raise ValueError(
+        f"{name_of(cell)} takes no step f(state, x) -> state of any size that was tried, so nothing multiplies its "
+        f"state. eigenvalues needs a transition, such as lf.Elman, or a model that holds one; self.input_size and "
+        f"initial_state(self, batch) on a transition of your own say its sizes."
+    )
+
+
+def _advice(reason: str) -> str:
+    if "hooks" in reason:
+        return "Take them off first: handle.remove()."
+    return "Give eigenvalues a step without that, or torch.linalg.eigvals the matrix itself."
 
 
 def _possible_inputs(cell: nn.Module) -> Iterator[Tensor | None]:
-    like = next((p.detach() for p in cell.parameters() if p.is_floating_point()), torch.zeros(()))
-    sizes = {size for p in cell.parameters() for size in p.shape}
+    tensors = [*cell.parameters(), *cell.buffers()]
+    like = next((t.detach() for t in tensors if t.is_floating_point()), torch.zeros(()))
+    sizes = {size for t in tensors for size in t.shape}
     widths = {*sizes, *(a - b for a in sizes for b in sizes if a > b)}  # a matrix may read h and x side by side
     known = getattr(cell, "input_size", None)
     for width in sorted(widths) if known is None else [known]:
         yield like.new_zeros(1, width)
     yield torch.zeros(1, dtype=torch.long, device=like.device)
     yield None
-
-
-def _zeros(cell: nn.Module) -> State:
-    """What a step starts from; nothing, where it is no step at all."""
-    try:
-        return initial_state(cell, 1)
-    except (ValueError, RuntimeError, TypeError):
-        return ()

@@ -57,7 +57,7 @@ def gradients(
     flow = gradient_flow(network, network.loss, x, y)
     fewer = max(1, min(len(x), SHARES // count_parameters(network)))
     shares = per_step_gradients(network, network.loss, x[:fewer], y[:fewer])
-    spectrum = _spectrum(found)
+    spectrum, without = _spectrum(found)
     text = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}[on]
     states = hidden_states(model, found.vocabulary, text[:READ])
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
@@ -78,7 +78,7 @@ def gradients(
         }
         typer.echo(json.dumps(data, indent=1))
     else:
-        typer.echo(_describe(passages, flow, spectrum, states.tracking, paths))
+        typer.echo(_describe(passages, flow, _radii(spectrum, without), states.tracking, paths))
 
 
 def _passages(ids: "Tensor", steps: int) -> tuple["Tensor", "Tensor"]:
@@ -96,13 +96,14 @@ def _passages(ids: "Tensor", steps: int) -> tuple["Tensor", "Tensor"]:
     return ids[place], ids[place + 1]
 
 
-def _spectrum(run: "Run") -> "Eigenvalues | None":
+def _spectrum(run: "Run") -> "tuple[Eigenvalues | None, str]":
+    """The eigenvalues; or none, and why: a cell of the user's own may have no such matrix."""
     from loopfold.spectrum import eigenvalues
 
     try:
-        return eigenvalues(run.model)
-    except ValueError:  # a cell of the user's own may have no such matrix
-        return None
+        return eigenvalues(run.model), ""
+    except ValueError as reason:
+        return None, str(reason)
 
 
 def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
@@ -119,7 +120,7 @@ def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
 def _describe(
     passages: str,
     flow: "GradientFlow",
-    spectrum: "Eigenvalues | None",
+    radii: list[str],
     tracking: "list[Tracked]",
     paths: list[Path],
 ) -> str:
@@ -132,7 +133,7 @@ def _describe(
         f"{'distance d = t - k':<24}‖∂L(t)/∂h(k)‖, relative to d = 0",
         *(f"{d:<24}{float(flow.reach[d]):.3g}" for d in distances),
         "",
-        *_radii(spectrum),
+        *radii,
         f"{'feature of the text':<28}{'unit':>4}  correlation",
         *(f"{tracked.feature:<28}{tracked.unit:>4}  {tracked.correlation:+.2f}" for tracked in tracking),
         "",
@@ -141,9 +142,9 @@ def _describe(
     return "\n".join(lines)
 
 
-def _radii(spectrum: "Eigenvalues | None") -> list[str]:
+def _radii(spectrum: "Eigenvalues | None", without: str) -> list[str]:
     if spectrum is None:
-        return []
+        return [f"{'eigenvalues':<24}none: {without}", ""]
     rows = [f"{name:<24}{radius:.3f}" for name, radius in spectrum.radius.items()]
     return [f"{'matrix':<24}spectral radius", *rows, ""]
 

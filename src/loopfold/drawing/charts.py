@@ -3,13 +3,14 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from loopfold.drawing.figure import CYCLE, LIGHT, Drawing, new_figure, style
-from loopfold.drawing.glyphs import families, is_wide, label, visible
+from loopfold.drawing.glyphs import beginning, ending, families, is_wide, label, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,20 +72,13 @@ def _reach(axes: "Axes", reach: Tensor, limits: tuple[float, float]) -> None:
     most = max(1, len(values) - 1)
     axes.set_xlim(-0.02 * most, most * 1.02)
     _ticks(axes.xaxis, 0, most)
-    for value, word in zip(limits, ("vanished", "exploded"), strict=True):
+    across, away = axes.get_yaxis_transform(), 10 ** (0.015 * (high - low))
+    for value, at, side, word in (
+        (limits[0], limits[0] / away, "top", "vanished"),
+        (limits[1], limits[1] * away, "bottom", "exploded"),
+    ):
         axes.axhline(value, color=LIGHT["red"], linewidth=1, linestyle=(0, (4, 3)))
-        above = value > 1
-        axes.annotate(
-            word,
-            (1, value),
-            (-2, 3 if above else -3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="bottom" if above else "top",
-            fontsize=9,
-            color=LIGHT["red"],
-        )
+        axes.text(0.99, at, word, transform=across, ha="right", va=side, fontsize=9, color=LIGHT["red"])
     axes.axhline(1, color=LIGHT["grid"], linewidth=1, zorder=0)
     shown = torch.where(values.isfinite() & (values > 0), values, torch.nan)
     marker = "o" if len(values) < 20 else None
@@ -109,7 +103,7 @@ def step_gradients(norms: Mapping[str, Tensor]) -> Drawing:
         data[i, : len(row)], there[i, : len(row)] = row, True
     figure = new_figure(8.4, 1.5 + 0.3 * len(rows))
     axes = figure.subplots()
-    typical = data[there & data.isfinite()].max().item() if bool((there & data.isfinite()).any()) else 1.0
+    typical = data.nan_to_num(0.0, 0.0, 0.0).max().item()
     image = _heat(axes, data, there, typical=typical, first=1)
     axes.set_yticks(range(1, len(rows) + 1), [label(name) for name in rows])
     axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
@@ -145,7 +139,7 @@ def eigenvalues(values: Mapping[str, Tensor]) -> Drawing:
         points = v.detach().cpu()
         area = max(3.0, min(14.0, 1500 / len(points)))  # the more there are, the smaller
         axes.scatter(points.real.tolist(), points.imag.tolist(), s=area, color=CYCLE[0], alpha=0.8, linewidths=0)
-        axes.set_title(f"{label(_end(name))}{between}$\\rho = {radii[name]:.3g}$", fontsize=10)
+        axes.set_title(f"{label(ending(name))}{between}$\\rho = {radii[name]:.3g}$", fontsize=10)
         axes.set_aspect("equal")
         axes.locator_params(nbins=5)
         axes.set_xlim(-edge, edge)
@@ -195,7 +189,7 @@ def hidden_states(
     shown = [visible(piece) for piece in pieces]
     several = max(len(piece) for piece in pieces) > 1  # words or subwords, which are written upwards
     if several:
-        shown = [visible(_short(piece.strip(" "))) for piece in pieces]
+        shown = [visible(beginning(piece.strip(" "))) for piece in pieces]
     cell = 0.15 if several else 0.125 if is_wide("".join(pieces)) else 0.085  # inches
     bands = math.ceil(tau / round(MOST_TOKENS * 0.085 / cell))
     across = math.ceil(tau / bands)
@@ -210,18 +204,10 @@ def hidden_states(
     fonts = families("".join(shown))
     for band, axes in enumerate(panels):
         part = slice(band * across, (band + 1) * across)
-        image = axes.imshow(
-            _masked(data[:, part], data[:, part].isfinite()),
-            cmap=SIGNED,
-            vmin=-edge,
-            vmax=edge,
-            aspect="auto",
-            interpolation="none",
-        )
+        cells = data[:, part]
+        image = _cells(axes, cells, cells.isfinite(), cmap=SIGNED, vmin=-edge, vmax=edge)
         axes.set_xlim(-0.5, across - 0.5)  # the last band may be shorter; its cells are as wide
-        axes.set_xticks(
-            range(len(shown[part])), shown[part], fontfamily=fonts, fontsize=7, rotation=90 if several else 0
-        )
+        axes.set_xticks(range(len(cells.T)), shown[part], rotation=90 if several else 0, fontfamily=fonts, fontsize=7)
         axes.set_yticks(range(len(units)), called, fontsize=7)
         axes.tick_params(length=0, pad=2, labelcolor=LIGHT["ink"])
         axes.spines[:].set_visible(False)
@@ -235,17 +221,13 @@ def hidden_states(
 
 def varied_units(values: Tensor, most: int = MOST_UNITS) -> list[int]:
     """The units of `values [τ, n]` whose values vary most, in the order of their numbers."""
-    spread = values.detach().double().var(0, correction=0).nan_to_num(0.0, 0.0, 0.0)
-    return sorted(spread.argsort(descending=True, stable=True)[:most].tolist())
+    return sorted(liveliest(values)[:most])
 
 
-def _short(piece: str, most: int = 12) -> str:
-    return piece if len(piece) <= most else piece[: most - 1] + "…"
-
-
-def _end(name: str, most: int = 24) -> str:
-    """A long name's end, which tells it from others."""
-    return name if len(name) <= most else "…" + name[1 - most :]
+def liveliest(values: Tensor) -> list[int]:
+    """All units of `values [τ, n]`, the one whose values vary most first."""
+    variance = values.detach().double().var(0, correction=0).nan_to_num(0.0, 0.0, 0.0)
+    return variance.argsort(descending=True, stable=True).tolist()
 
 
 # ------------------------------------------------------------------ learning curves
@@ -323,15 +305,11 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     groups: list[list[float]] = []  # of neighbours that touch: each minus its own distance from the first
     for i, place in enumerate(wanted):
         groups.append([place - i * gap])
-        while len(groups) > 1 and _mean(groups[-2]) >= _mean(groups[-1]):
+        while len(groups) > 1 and fmean(groups[-2]) >= fmean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]
-    means = [_mean(group) for group in groups for _ in group]
+    means = [fmean(group) for group in groups for _ in group]
     highest = 1 - (len(means) - 1) * gap
     return [max(0.0, min(mean, highest)) + i * gap for i, mean in enumerate(means)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 # ------------------------------------------------------------------ what heat maps share
@@ -349,12 +327,9 @@ def _heat(axes: "Axes", data: Tensor, there: Tensor, typical: float, first: int)
     scale = _scale(data[there], typical)
     finite = data.isfinite()
     sizes = torch.where(data == 0, (scale.vmin or 1.0) * 1e-3, data)
-    image = axes.imshow(
-        _masked(sizes, there & finite), cmap=SIZES, norm=scale, extent=box, aspect="auto", interpolation="none"
-    )
+    image = _cells(axes, sizes, there & finite, cmap=SIZES, norm=scale, extent=box)
     if not bool(finite.all()):
-        red = ListedColormap([LIGHT["red"]])
-        axes.imshow(_masked(torch.ones_like(data), ~finite), cmap=red, extent=box, aspect="auto", interpolation="none")
+        _cells(axes, torch.ones_like(data), ~finite, cmap=ListedColormap([LIGHT["red"]]), extent=box)
     _ticks(axes.xaxis, 1, columns)
     axes.spines[:].set_visible(False)
     return image
@@ -394,10 +369,12 @@ def _colour_bar(
         bar.ax.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _masked(data: Tensor, there: Tensor) -> Any:
+def _cells(axes: "Axes", data: Tensor, there: Tensor, **colours: Any) -> "AxesImage":
+    """A rectangle for each number, blank where it is not `there`."""
     import numpy as np
 
-    return np.ma.masked_array(data.numpy(), ~there.numpy())
+    shown = np.ma.masked_array(data.numpy(), ~there.numpy())
+    return axes.imshow(shown, aspect="auto", interpolation="none", **colours)
 
 
 def _middle(values: Tensor) -> float:

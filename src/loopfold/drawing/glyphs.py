@@ -39,6 +39,16 @@ def _visible(c: str) -> str:
     return "◌" + c if kind in ("Mn", "Me") else c  # an accent by itself needs something to stand on
 
 
+def beginning(text: str, most: int = 12) -> str:
+    """The beginning of a text that is too long."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def ending(name: str, most: int = 24) -> str:
+    """The end of a long name, which tells it from others."""
+    return name if len(name) <= most else "…" + name[1 - most :]
+
+
 def families(text: str) -> list[str]:
     """The fonts in which every character of a `visible` text has a glyph, the monospaced one first."""
     others = dict.fromkeys(_font_of(c, MONOSPACED) for c in dict.fromkeys(text))

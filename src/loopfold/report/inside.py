@@ -1,25 +1,34 @@
 """The sections that look inside a recurrent network: its graphs, how far its gradients reach, its hidden states."""
 
 import base64
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopfold.drawing.draw import draw
+from loopfold.drawing.charts import liveliest
+from loopfold.drawing.circuit import Level
+from loopfold.drawing.draw import sizes
 from loopfold.drawing.figure import Drawing
+from loopfold.drawing.networks import circuit as circuit_of
+from loopfold.drawing.paint import paint
+from loopfold.drawing.picture import circuit_scene, unfolded_scene
+from loopfold.drawing.unfolded import Unfolded
 from loopfold.gradients import gradient_flow
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.probing import HiddenStates, hidden_states
 from loopfold.report.markup import escape, figure, picture, scroll_box
 from loopfold.report.sections import Section
 from loopfold.report.subject import Subject
+from loopfold.training.options import OptionError
 
 STEPS = (*range(1, 9), 100)  # of the unfolded graphs; of the last, the middle is left out
 FIRST = 3  # the one that is shown first
 FLOW = 64  # steps over which gradients are followed
 UNITS = 32  # rows of the map of hidden states
+NO_NUMBER = -32768  # stands for a value that is no finite number; all others are from -32767 to 32767
 
 
 def inside(subject: Subject) -> list[Section]:
@@ -43,7 +52,7 @@ def _made(
     try:
         return make(subject, model)
     except (TypeError, ValueError) as error:
-        if ":" not in subject.run.options.cell:
+        if ":" not in subject.run.options.cell or isinstance(error, OptionError):
             raise
         # a cell of the user's own may do what cannot be drawn; the rest of the page still can
         return Section(name, heading, f'<p class="note">This cell cannot be shown here: {escape(error)}</p>')
@@ -56,13 +65,17 @@ def _graphs(subject: Subject, model: RecurrentLM) -> Section:
     x, y = subject.x_and_y
     lengths = [steps for steps in STEPS if steps <= len(x)]
     first = min(FIRST, len(lengths))
-    circuit = draw(model.network)
+    circuit = circuit_of(model.network, Level.BOOK, None, x)  # traced once, for all pictures
+    graphs = {n: Unfolded(circuit, n) for n in lengths}
     pictures = [
         _graph(
-            draw(model.network, n, gradients=back, x=x[:n], y=y[:n] if back else None), n, back, n == lengths[first - 1]
+            paint(unfolded_scene(graph, sizes(graph, x[:n], y[:n]) if back else None, back)),
+            n,
+            back,
+            n == lengths[first - 1],
         )
         for back in (False, True)
-        for n in lengths
+        for n, graph in graphs.items()
     ]
     controls = f"""
 <div class="controls tools needs-script" hidden>
@@ -75,7 +88,11 @@ def _graphs(subject: Subject, model: RecurrentLM) -> Section:
     body = (
         "<p>The circuit has one node for each part of the network. The black square is a delay of one step: what goes "
         "in comes out when the next token is read.</p>"
-        + figure(scroll_box(picture(circuit), "The circuit"), f"The circuit of {escape(subject.name)}.", "wide graph")
+        + figure(
+            scroll_box(picture(paint(circuit_scene(circuit))), "The circuit"),
+            f"The circuit of {escape(subject.name)}.",
+            "wide graph",
+        )
         + "<h3>Unfolded in time</h3><p>The same network with one node for each variable at each step. The parameters "
         "are the same at every step. Backward, gradients go the other way; their sizes are those on the passage "
         "below.</p>" + controls + "".join(pictures)
@@ -115,7 +132,7 @@ def _gradients(subject: Subject, model: RecurrentLM) -> Section:
             "wide",
         )
     )
-    norms = [[float(f"{value:.4g}") for value in row] for row in flow.norms.nan_to_num(0.0, 0.0, 0.0).tolist()]
+    norms = [[float(f"{value:.4g}") if math.isfinite(value) else None for value in row] for row in flow.norms.tolist()]
     return Section(
         "gradients", "How far gradients reach", body, {"flow-data": {"norms": norms, "first": len(x) - len(norms)}}
     )
@@ -146,8 +163,8 @@ def _readout(name: str) -> str:
 def _states(subject: Subject, model: RecurrentLM) -> Section:
     found = hidden_states(model, subject.run.vocabulary, subject.text)
     values, pieces = found.values[: len(subject.ids)].float(), found.pieces[: len(subject.ids)]
-    scale = float(values.abs().max()) or 1.0
-    whole = (values / scale * 32767).round().nan_to_num(0.0).to(torch.int16)
+    scale = float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
+    whole = (values / scale * 32767).round().where(values.isfinite(), NO_NUMBER).to(torch.int16)
     tracked = {t.unit: f"{t.feature} {t.correlation:+.2f}" for t in reversed(found.tracking)}
     choices = _choices(found)
     data = {
@@ -182,7 +199,7 @@ def _states(subject: Subject, model: RecurrentLM) -> Section:
 
 def _choices(found: HiddenStates) -> list[dict[str, Any]]:
     """Which units to show and in what order, under a name, with a sentence on them."""
-    varied = [*found.values.float().var(0).nan_to_num(0.0).argsort(descending=True).tolist()]
+    varied = liveliest(found.values)
     first = dict.fromkeys(tracked.unit for tracked in found.tracking)
     others = [unit for unit in varied if unit not in first]
     choices = [

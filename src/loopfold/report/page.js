@@ -186,11 +186,13 @@ function mapOf(name, describe) {
 function gradientMap() {
   const flow = read("flow-data");
   if (!flow) return;
-  const { norms, first } = flow; // norms[t][k] of ∂L(t)/∂h(k), 0 where there is none
+  const { norms, first } = flow; // norms[t][k] of ∂L(t)/∂h(k); null for what is no finite number
   const describe = (row, k) => {
     const [t, value] = [row + first, norms[row][k]];
     const what = `∂L(${t + 1})/∂h(${k + 1})`;
-    if (!value) return `${what}: none, since step ${k + 1} cannot reach L(${t + 1})`;
+    if (k > t) return `${what}: none, since step ${k + 1} cannot reach L(${t + 1})`;
+    if (value === null) return `${what}: no finite number`;
+    if (value === 0) return `${what}: vanished, below what a float holds`;
     return `${what}: size ${value.toPrecision(3)}, ${t - k} ${t - k === 1 ? "step" : "steps"} back`;
   };
   const map = mapOf("flow", describe);
@@ -235,7 +237,7 @@ function stateMap() {
   if (!states) return;
   const { pieces, units, scale, unit, tracked, choices } = states;
   const numbers = int16(states.values); // [τ, n]
-  const value = (t, i) => (numbers[t * units + i] / 32767) * scale;
+  const value = (t, i) => (numbers[t * units + i] < -32767 ? NaN : (numbers[t * units + i] / 32767) * scale);
   const labels = pieces.map((piece) => [...visible(bare(piece))].slice(0, 12).join(""));
   const longest = Math.max(...labels.map((label) => [...label].length));
   const long = longest > 2; // words or subwords, which are written upwards
@@ -247,7 +249,7 @@ function stateMap() {
     const i = chosen().order[row];
     const number = value(t, i);
     const sign = number < 0 ? "−" : "+";
-    const size = `${sign}${Math.abs(number).toFixed(3)}`;
+    const size = Number.isNaN(number) ? "no finite number" : `${sign}${Math.abs(number).toFixed(3)}`;
     const goes = tracked[i] ? ` (goes with ${tracked[i]})` : "";
     return `unit ${i} at ${unit} ${t + 1}, ${named(pieces[t])}: ${size}${goes}`;
   };
@@ -289,7 +291,7 @@ function stateMap() {
       below,
       paint: (row, t, { paper, blue, orange }) => {
         const share = value(t, order[row]) / scale;
-        return mix(paper, share < 0 ? blue : orange, Math.abs(share));
+        return Number.isNaN(share) ? null : mix(paper, share < 0 ? blue : orange, Math.abs(share));
       },
     };
     if (map.cursor) map.move(...map.cursor);

@@ -22,6 +22,8 @@ def write_report(run: Run, out: str | Path | None = None, passage: str | None = 
     out = run.path / "report.html" if out is None else Path(out)
     if out.is_dir():
         raise RunError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise RunError(f"the report is a page for a browser: name it .html; {out.name} came.")
     if not out.parent.is_dir():  # before the work, not after it
         raise RunError(f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another --out.")
     page = report_page(Subject(run, passage))

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loopfold.drawing.charts import learning_curves
-from loopfold.feeding import Greedy, Pick, Sample
+from loopfold.feeding import Greedy, Outputs, Pick, Sample
 from loopfold.generation import generate
 from loopfold.report.markup import escape, figure, picture, scroll_box, table
-from loopfold.report.subject import Subject
+from loopfold.report.subject import REMEDY, Subject
 
 TEMPERATURES = (0.5, 0.8, 1.0)
 WRITTEN = {"word": 80, "subword": 120}  # tokens of a sample; of characters and bytes, 400
@@ -32,15 +33,14 @@ def summary(subject: Subject) -> str:
     run, ledger = subject.run, subject.ledger
     unit = escape(subject.unit)
     what = "A recurrent network" if run.options.model == "recurrent" else "A network without recurrence"
-    best = min((entry["valid"] for entry in run.metrics if "valid" in entry), default=None)
     layers = f"{run.options.layers} layers of " if run.options.layers > 1 else ""
     sentence = (
         f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learnt to predict the next "
         f"{unit} from {run.config['corpus']['tokens']:,} {unit}s of {escape(subject.corpus.name)}. It knows "
         f"{run.vocabulary.size:,} different {unit}s."
     )
-    if best is not None:
-        sentence += f" Its best loss on the valid text is {best:.4f} nats per {unit}."
+    if subject.best is not None:
+        sentence += f" Its best loss on the valid text is {subject.best:.4f} nats per {unit}."
     figures = [("parameters", f"{subject.parameters:,}"), ("in training", duration(subject.seconds))]
     if ledger is not None:
         name = f"perplexity a {unit}, {subject.part} text"
@@ -48,7 +48,8 @@ def summary(subject: Subject) -> str:
     if subject.speed is not None:
         figures.append((f"{unit}s a second in training", f"{subject.speed:,.0f}"))
     pairs = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
-    return f'<p class="lead">{sentence}</p><dl class="figures">{pairs}</dl>'
+    note = f'<p class="note">{escape(subject.trouble)}</p>' if subject.trouble else ""
+    return f'<p class="lead">{sentence}</p>{note}<dl class="figures">{pairs}</dl>'
 
 
 # ------------------------------------------------------------------ what was trained
@@ -71,7 +72,6 @@ MODEL = (
 def the_run(subject: Subject) -> Section:
     run, corpus = subject.run, subject.corpus
     options = run.options.as_json()
-    best = min((entry["valid"] for entry in run.metrics if "valid" in entry), default=None)
     steps = run.metrics[-1]["step"] if run.metrics else 0
     text = {
         "name": corpus.name,
@@ -86,7 +86,7 @@ def the_run(subject: Subject) -> Section:
     training = {
         "steps taken": f"{steps:,}",
         "time": duration(subject.seconds),
-        "best valid loss": "—" if best is None else f"{best:.4f} nats per {subject.unit}",
+        "best valid loss": "—" if subject.best is None else f"{subject.best:.4f} nats per {subject.unit}",
         "versions": ", ".join(f"{name} {value}" for name, value in run.config["versions"].items()),
     }
     groups = [
@@ -130,9 +130,11 @@ def duration(seconds: float) -> str:
 def number(value: float | None) -> str:
     """A perplexity; None stands for one without bounds.
 
-    >>> number(3.10139), number(None)
-    ('3.101', '∞')
+    >>> number(3.10139), number(None), number(math.nan)
+    ('3.101', '∞', 'no number')
     """
+    if value is not None and math.isnan(value):
+        return "no number"
     return "∞" if value is None or math.isinf(value) else f"{value:,.3f}"
 
 
@@ -140,14 +142,10 @@ def number(value: float | None) -> str:
 
 
 def the_curve(subject: Subject) -> Section:
-    entries = subject.run.metrics
-    curves = {
-        "train": [(entry["step"], entry["train"]) for entry in entries if math.isfinite(entry["train"])],
-        "valid": [(entry["step"], entry["valid"]) for entry in entries if "valid" in entry],
-    }
-    curves = {name: points for name, points in curves.items() if points}
+    curves = subject.run.curves
     if not curves:
-        return Section("curve", "Learning curve", '<p class="note">The run has not taken a step yet.</p>')
+        said = "No loss of this run is a finite number." if subject.run.metrics else "The run has not taken a step yet."
+        return Section("curve", "Learning curve", f'<p class="note">{said}</p>')
     lines = {f"{name}, {subject.part} text": nats for name, nats in subject.table.lines.items()}
     drawing = learning_curves(curves, lines)
     about = "The loss in training and on the valid text"
@@ -174,7 +172,7 @@ def the_table(subject: Subject) -> Section:
                 (
                     escape(row["name"]),
                     f"{row['parameters']:,}",
-                    number(row["ledger"]["perplexity"]),
+                    _perplexity(subject, row),
                     "—" if b is None else f"{b:.3f}",
                     _bar((b or 0) / most),
                 ),
@@ -187,6 +185,12 @@ def the_table(subject: Subject) -> Section:
     if note:
         body += f'<p class="note">{_with_command(note)}</p>'
     return Section("perplexity", "Perplexity beside baselines", body)
+
+
+def _perplexity(subject: Subject, row: Mapping[str, Any]) -> str:
+    if row["name"] == subject.table.own and subject.ledger is not None:
+        return number(subject.ledger.perplexity)  # it may be no number, which a row does not tell from ∞
+    return number(row["ledger"]["perplexity"])
 
 
 def _bar(share: float) -> str:
@@ -210,12 +214,28 @@ def the_samples(subject: Subject) -> Section:
     }
     picks["always the likeliest"] = Greedy()
     length = WRITTEN.get(vocabulary.unit, 400)
+    try:
+        written = {name: generate(model, vocabulary, "", length, _Sound(pick)) for name, pick in picks.items()}
+    except FloatingPointError:
+        said = f"It writes nothing: what it puts out is no finite number. {REMEDY}"
+        return Section("samples", "What it writes", f'<p class="note">{said}</p>')
     samples = "".join(
-        figure(f'<pre dir="auto">\n{escape(generate(model, vocabulary, "", length, pick))}</pre>', name, "sample")
-        for name, pick in picks.items()
+        figure(f'<pre dir="auto">\n{escape(text)}</pre>', name, "sample") for name, text in written.items()
     )
     words = (
         f"<p>{length} {escape(vocabulary.unit)}s each, from the beginning of a text. A low temperature keeps to what "
         "is likely, a high one dares more. The seed is 0, so another report of this run shows the same.</p>"
     )
     return Section("samples", "What it writes", words + samples)
+
+
+@dataclass(frozen=True)
+class _Sound(Pick):
+    """As another pick, from numbers alone: of what is none, nothing can be picked."""
+
+    pick: Pick
+
+    def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
+        if bool(o.isnan().any()) or bool(o.isposinf().any()):
+            raise FloatingPointError("an output is no finite number")
+        return self.pick(o, outputs)

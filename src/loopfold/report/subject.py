@@ -1,10 +1,8 @@
 """What a page is about: a run, its text, the passage that it looks at, and its table of perplexities."""
 
-import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -17,11 +15,12 @@ from loopfold.generation import prompt_ids
 from loopfold.language.base import count_parameters
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.text.corpus import Corpus
-from loopfold.training.folder import RunError
+from loopfold.training.folder import RunFolder, baselines, comparison_row
 from loopfold.training.loop import Run
 from loopfold.training.options import OptionError
 
 SEEN = 300  # tokens of the passage
+REMEDY = "Train anew with a smaller --learning-rate."
 CHEAP = 2_000_000  # tokens of training text for which n-grams are counted at once
 
 
@@ -57,12 +56,16 @@ class Subject:
         if self.given is not None and not self.given.strip():
             raise OptionError("the passage is empty: give some text after --passage, or leave it out.")
         held = {"test": self.corpus.test, "valid": self.corpus.valid}.get(self.part or "", self.corpus.train)
-        return (self.given or held)[: 20 * SEEN].lstrip("\n")
+        return (self.given or held).lstrip("\n")[: 20 * SEEN]
 
     @cached_property
     def ids(self) -> Tensor:
         """The tokens of the text that are shown."""
-        return prompt_ids(self.run.vocabulary, self.text)[:SEEN]
+        ids = prompt_ids(self.run.vocabulary, self.text)[:SEEN]
+        if not len(ids):
+            where = "the passage" if self.given is not None else f"the {self.part or 'training'} text"
+            raise OptionError(f"{where} has no {self.unit} to look at: give another text with --passage.")
+        return ids
 
     @cached_property
     def x_and_y(self) -> tuple[Tensor, Tensor]:
@@ -73,6 +76,20 @@ class Subject:
         return self.run.model.encode(torch.cat([start, y[:-1]])), y
 
     # ---------------------------------------------------------------- figures
+
+    @cached_property
+    def trouble(self) -> str | None:
+        """What a reader must know of a model that diverged; None where nothing is wrong."""
+        if not all(bool(p.isfinite().all()) for p in self.run.model.parameters()):
+            return f"Some weights of this model are no finite numbers: its training diverged. {REMEDY}"
+        if self.ledger is not None and math.isnan(self.ledger.nll):
+            return f"What this model puts out is no finite number. {REMEDY}"
+        return None
+
+    @cached_property
+    def best(self) -> float | None:
+        """The best loss on the valid text."""
+        return min((nats for _, nats in self.run.curves.get("valid", [])), default=None)
 
     @cached_property
     def ledger(self) -> Ledger | None:
@@ -106,43 +123,30 @@ class Subject:
         if self.part is None or self.ledger is None:
             note = "No text was held out, so there is nothing to measure on. Train with --split 90/5/5."
             return Table([], self.name, note)
-        own = _row({"name": self.name, "parameters": self.parameters, "ledger": self.ledger.as_json()})
+        own = comparison_row({"name": self.name, "parameters": self.parameters, "ledger": self.ledger.as_json()})
         tokens = self.run.config["corpus"]["tokens"]
         if tokens > CHEAP:
             note = f"The training text has {tokens:,} tokens. For the baselines, type {command}"
             return Table([own], self.name, note)
         rows = ngrams(self.run, self.corpus, held_out(self.run, self.corpus, self.part))
         note = f"For a window and a convolution trained as long as this run, type {command}"
-        return Table([*(_row(row.as_json()) for row in rows), own], self.name, note)
+        return Table([*(comparison_row(row.as_json()) for row in rows), own], self.name, note)
 
     def _compared(self) -> "Table | None":
         """What `loopfold compare` has left, if it is of the run as it is now."""
-        path: Path = self.run.path / "comparison.json"
-        if not path.exists() or self.ledger is None:
+        found = RunFolder(self.run.path).comparison()
+        if found is None or self.ledger is None or found.on != self.part:
             return None
-        try:
-            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            rows = [_row(row) for row in data["rows"]]
-            ledgers = {row["name"]: row["ledger"] for row in rows}
-            if data["on"] != self.part:
-                return None
-            own = next((n for n in (self.name, f"{self.name} ({self.run.path.name})") if n in ledgers), None)
-            if own is None or not math.isclose(ledgers[own]["nll"], self.ledger.nll, rel_tol=1e-4):
-                return None
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise RunError(
-                f"{path} is damaged ({error}). Remove it, or type loopfold compare {quote(str(self.run.path))}"
-            ) from error
-        return Table(rows, own, "")
+        nll = {row["name"]: row["ledger"]["nll"] for row in found.rows}
+        own = next((n for n in (self.name, f"{self.name} ({self.run.path.name})") if n in nll), None)
+        if own is None or not math.isclose(_number(nll[own]), _number(self.ledger.nll), rel_tol=1e-4):
+            return None
+        return Table(list(found.rows), own, "")
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """What a page needs of a row, in numbers that are numbers."""
-    ledger = row["ledger"]
-    names = ("nll", "perplexity", "nats_per_token", "bits_per_character")
-    figures: dict[str, Any] = {"tokens": int(ledger["tokens"]), "unit": str(ledger["unit"])}
-    figures |= {name: None if ledger[name] is None else float(ledger[name]) for name in names}
-    return {"name": str(row["name"]), "parameters": int(row["parameters"]), "ledger": figures}
+def _number(nll: float | None) -> float:
+    """A sum of losses that can be compared; a file has None for all that is no finite number."""
+    return nll if nll is not None and math.isfinite(nll) else math.inf
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,6 @@ class Table:
 
     @property
     def lines(self) -> dict[str, float]:
-        """Nats per token by name: of the run, the best n-gram, and the networks that see only so far."""
-        nats = {row["name"]: row["ledger"]["nats_per_token"] for row in self.rows}
-        known = {name: value for name, value in nats.items() if value is not None}
-        grams = [name for name in known if name.endswith("gram")]
-        best = sorted(grams, key=known.__getitem__)[:1]
-        return {name: known[name] for name in [self.own, *best, "window", "convolution"] if name in known}
+        """Nats per token by name: of the run, and of the baselines that belong beside it."""
+        own = {row["name"]: row["ledger"]["nats_per_token"] for row in self.rows if row["name"] == self.own}
+        return {name: nats for name, nats in own.items() if nats is not None} | baselines(self.rows)

@@ -20,9 +20,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -234,19 +236,17 @@ class RunFolder:
         """A result beside the run, such as a comparison."""
         self._write(name, _json(data))
 
-    def baselines(self) -> tuple[str, dict[str, float]]:
-        """What a comparison left here: the text it was on, and nats per token of its baselines, of n-grams the best."""
-        if not (self.path / "comparison.json").exists():
-            return "", {}
-        data = self._read_json("comparison.json")
+    def comparison(self) -> "Comparison | None":
+        """What `loopfold compare` left here; None where it did not run."""
+        path = self.path / "comparison.json"
+        if not path.exists():
+            return None
         try:
-            nats = {row["name"]: row["ledger"]["nats_per_token"] for row in data["rows"]}
-            ngrams = {name: value for name, value in nats.items() if name.endswith("-gram") and value is not None}
-            names = ["uniform", "unigram", *sorted(ngrams, key=ngrams.__getitem__)[:1], "window", "convolution"]
-            return data["on"], {name: nats[name] for name in names if nats.get(name) is not None}
-        except (KeyError, TypeError) as error:
-            path = self.path / "comparison.json"
-            raise RunError(f"{path} is damaged: make it anew with loopfold compare {self.path}.") from error
+            data = json.loads(self._read(path.name))
+            return Comparison(str(data["on"]), tuple(comparison_row(row) for row in data["rows"]))
+        except (ValueError, LookupError, TypeError) as error:
+            command = f"loopfold compare {quote(str(self.path))}"
+            raise RunError(f"{path} is damaged ({error}). Remove it, or type {command}") from error
 
     # ---------------------------------------------------------------- bytes
 
@@ -277,6 +277,31 @@ class RunFolder:
             return json.loads(self._read(name))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise RunError(f"{self.path / name} is damaged: it is not JSON ({error}).") from error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table of perplexities: the text that it is on, test or valid, and a `comparison_row` for each model."""
+
+    on: str
+    rows: tuple[dict[str, Any], ...]
+
+
+def comparison_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is shown of a row of a comparison, in numbers that are numbers; None for those that are not finite."""
+    ledger = row["ledger"]
+    names = ("nll", "perplexity", "nats_per_token", "bits_per_character")
+    figures: dict[str, Any] = {"tokens": int(ledger["tokens"]), "unit": str(ledger["unit"])}
+    figures |= {name: None if ledger[name] is None else float(ledger[name]) for name in names}
+    return {"name": str(row["name"]), "parameters": int(row["parameters"]), "ledger": figures}
+
+
+def baselines(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The baselines that a learning curve is shown beside, as nats per token: of n-grams the best, and the networks."""
+    nats = {row["name"]: row["ledger"]["nats_per_token"] for row in rows}
+    known = {name: value for name, value in nats.items() if value is not None}
+    best = sorted((name for name in known if name.endswith("gram")), key=known.__getitem__)[:1]
+    return {name: known[name] for name in [*best, "window", "convolution"] if name in known}
 
 
 def _flush(folder: Path) -> None:

@@ -24,7 +24,7 @@ from loopfold.text.corpus import Corpus, read_corpus
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens, Vocabulary, vocabulary_from_json
 from loopfold.training.checkpoint import load_state, load_weights, state_of, weights_of
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunError, RunFolder, baselines
 from loopfold.training.options import OptionError, Options, make_model, make_vocabulary
 from loopfold.training.watching import Plan, Silent, Watcher
 
@@ -60,15 +60,22 @@ class Run:
 
     def learning_curve(self) -> Drawing:
         """Nats per token in training and on the valid text; across, the baselines of `loopfold compare`, if it ran."""
-        curves = {
-            part: [(entry["step"], entry[part]) for entry in self.metrics if part in entry]
+        if not self.curves:
+            raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
+        name = f"{self.config['corpus']['name']}, {self.options.kind}"
+        found = RunFolder(self.path).comparison()
+        if found is None:
+            return learning_curves(self.curves, title=name)
+        return learning_curves(self.curves, baselines(found.rows), f"{name}; baselines on the {found.on} text")
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """Points (step, nats per token) in training and on the valid text, where they are finite numbers."""
+        points = {
+            part: [(entry["step"], entry[part]) for entry in self.metrics if math.isfinite(entry.get(part, math.nan))]
             for part in ("train", "valid")
         }
-        if not any(curves.values()):
-            raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
-        part, baselines = RunFolder(self.path).baselines()
-        name = f"{self.config['corpus']['name']}, {self.options.kind}"
-        return learning_curves(curves, baselines, f"{name}; baselines on the {part} text" if baselines else name)
+        return {part: found for part, found in points.items() if found}
 
     @cached_property
     def _corpus(self) -> Corpus:
