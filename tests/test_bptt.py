@@ -429,7 +429,7 @@ def test_gradient_flow_of_an_lstm_is_of_its_whole_state() -> None:
     ("scale", "verdict"),
     [
         (0.5, "vanishes after about 10 steps: 0.5 of it is left with every step back. Use a gated cell"),
-        (0.9, "fades: 0.9 of it is left with every step back, 0.016 times its size after 39 steps. At this rate it van"),
+        (0.9, "fades: 0.9 of it is left with every step back, 0.016 times its size after 39 steps. At this rate it"),
         (1.0, "healthy: 1 times its size with every step back, 1 times its size after 39 steps"),
         (1.5, "explodes after about 18 steps: it grows 1.5-fold with every step back. Clip the gradient"),
     ],

@@ -160,5 +160,4 @@ class Table:
     @property
     def lines(self) -> dict[str, float]:
         """Nats per token by name: of the run, and of the baselines that belong beside it."""
-        own = {row["name"]: row["ledger"]["nats_per_token"] for row in self.rows if row["name"] == self.own}
-        return {name: nats for name, nats in own.items() if nats is not None} | baselines(self.rows)
+        return baselines(self.rows)

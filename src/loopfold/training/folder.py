@@ -297,11 +297,12 @@ def comparison_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def baselines(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The baselines that a learning curve is shown beside, as nats per token: of n-grams the best, and the networks."""
+    """What a learning curve is shown beside, in nats per token: the runs compared, the networks, the best n-gram."""
     nats = {row["name"]: row["ledger"]["nats_per_token"] for row in rows}
     known = {name: value for name, value in nats.items() if value is not None}
-    best = sorted((name for name in known if name.endswith("gram")), key=known.__getitem__)[:1]
-    return {name: known[name] for name in [*best, "window", "convolution"] if name in known}
+    tables = [name for name in known if name.endswith("gram")]
+    worse = {"uniform", *sorted(tables, key=known.__getitem__)[1:]}
+    return {name: value for name, value in known.items() if name not in worse}
 
 
 def _flush(folder: Path) -> None:

@@ -59,14 +59,14 @@ class Run:
         return self._corpus
 
     def learning_curve(self) -> Drawing:
-        """Nats per token in training and on the valid text; across, the baselines of `loopfold compare`, if it ran."""
+        """Nats per token in training and on the valid text; across, what `loopfold compare` found, if it ran."""
         if not self.curves:
             raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
         name = f"{self.config['corpus']['name']}, {self.options.kind}"
         found = RunFolder(self.path).comparison()
         if found is None:
             return learning_curves(self.curves, title=name)
-        return learning_curves(self.curves, baselines(found.rows), f"{name}; baselines on the {found.on} text")
+        return learning_curves(self.curves, baselines(found.rows), f"{name}; across, the {found.on} text")
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
