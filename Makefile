@@ -1,15 +1,17 @@
 # Every target sets up what it needs: a .venv, installed anew only when pyproject.toml or constraints.txt changes.
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench examples gallery format clean
 
 demo: .venv/ready
 	rm -rf runs/demo
 	.venv/bin/loopfold train python-docs --out runs/demo
 	.venv/bin/loopfold compare runs/demo
 	.venv/bin/loopfold generate runs/demo --prompt 'The ' --temperature 0.8 --length 400
-	@echo; echo 'The run folder is runs/demo; loopfold --help has more.'
+	@echo
+	.venv/bin/loopfold report runs/demo
+	@echo 'The run folder is runs/demo; loopfold --help has more.'
 
 test: .venv/ready
-	.venv/bin/pytest
+	.venv/bin/pytest -rs
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
@@ -20,6 +22,12 @@ bench: .venv/bench-ready
 	.venv/bin/python benchmarks/engines.py
 	.venv/bin/python benchmarks/output_recurrence.py
 	.venv/bin/python benchmarks/training.py
+
+examples: .venv/examples-ready
+	.venv/bin/python examples/build.py
+
+gallery: .venv/ready
+	.venv/bin/python docs/gallery.py
 
 format: .venv/ready
 	.venv/bin/ruff format .
@@ -32,6 +40,10 @@ format: .venv/ready
 
 .venv/bench-ready: .venv/ready
 	.venv/bin/pip install --quiet --editable '.[bench]' --constraint constraints.txt
+	touch $@
+
+.venv/examples-ready: .venv/ready
+	.venv/bin/pip install --quiet --editable '.[examples]' --constraint constraints.txt
 	touch $@
 
 clean:

@@ -1,0 +1,118 @@
+"""The examples on gradients, costs, text and real sequences, made small: the direction of each claim."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from test_examples import load, shown
+
+import loopfold as lf
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_an_open_gate_carries_gradients_and_learns_a_longer_delay() -> None:
+    example = load("06_gradients")
+    names = ("tanh ρ = 0.5", "ReLU ρ = 2", "GRU update gate open")
+    rows = example.experiment(names, steps=30, delays=(20,), seeds=(0,))
+    vanishing, exploding, gated = rows
+    assert vanishing.radius == pytest.approx(0.5, abs=1e-4)
+    assert vanishing.rate < 0.6 < 0.9 < gated.rate < 1.1 < exploding.rate
+    assert vanishing.delay == 0
+    assert gated.delay == 20
+    shown(example, rows)
+
+
+def test_costs_are_linear_in_the_number_of_steps() -> None:
+    example = load("07_costs")
+    rows = example.experiment(taus=(64, 128, 256, 512), n=16, seconds=0)
+    assert [row.engine for row in rows] == ["Sequential", "Looped", "FusedCPU"]
+    for row in rows:
+        assert row.slope(row.kept) == pytest.approx(1, abs=0.02)
+        assert row.kept[-1] > 512 * 16 * 4  # every state, at least
+    sequential, looped, fused = rows
+    assert looped.kept == fused.kept
+    assert sequential.kept[-1] > looped.kept[-1]
+    assert sequential.slope(sequential.backward) > 0.5  # loosely: a time on a busy machine
+    assert sequential.side_by_side < sequential.forward[-1] + sequential.backward[-1]
+    shown(example, rows)
+
+
+@pytest.mark.parametrize("engine", [lf.Sequential(), lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)
+def test_what_is_kept_is_what_the_allocator_gave(engine: lf.Engine) -> None:
+    """Two ways to count that have nothing in common; the loss itself is in the second alone."""
+    task = load("07_costs").task(engine, tau=64, batch=2, n=16)
+    task.seconds()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss = task.loss()
+    given = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    assert given - task.kept() == loss.nbytes
+
+
+def test_tables_grow_and_perplexity_falls_with_the_order() -> None:
+    example = load("08_ngrams")
+    rows = example.experiment(orders=(1, 2, 3), names=("GRU, 192 units",), epochs=0.2)
+    *grams, network = rows
+    V = grams[0].table
+    assert [row.table for row in grams] == [V, V**2, V**3]
+    assert all(row.parameters < row.table for row in grams)
+    assert grams[0].perplexity > grams[1].perplexity > grams[2].perplexity
+    assert network.sees is None
+    assert network.perplexity < grams[1].perplexity
+    shown(example, rows)
+
+
+def test_only_the_named_final_state_is_safe_from_padding() -> None:
+    example = load("09_last_state")
+    rows = example.experiment(n=16, updates=150, padding=(0, 20))
+    for cell in ("Elman", "GRU"):
+        right, wrong_in_use, after_padding, blanked = (row for row in rows if row.cell == cell)
+        assert right.accuracy[20] == right.accuracy[0] > 0.95
+        assert right.moved[20] == 0
+        assert wrong_in_use.accuracy[20] < 0.5
+        assert wrong_in_use.moved[20] > 1
+        assert after_padding.moved[20] > 0
+        assert blanked.accuracy[20] < 0.5
+    shown(example, rows)
+
+
+def test_networks_beat_the_baselines_on_real_sequences() -> None:
+    for package in ("sktime", "vega_datasets"):
+        pytest.importorskip(package, reason=f"{package} is missing: pip install 'loopfold[examples]'")
+    example = load("10_real_sequences")
+    result = example.experiment(epochs=20, updates=200, starts=1)
+    speakers = result.speakers[-1]
+    assert speakers["GRU"][0] > speakers["nearest mean"][0] > 0.9
+    assert len(result.degrees) == 24
+    for errors in (result.degrees[0], result.degrees[-1]):  # one hour ahead, and 24
+        day, shifted, network = (errors[name][0] for name in ("as the day before", "as the day before, shifted", "GRU"))
+        assert errors["as the hour before"][0] >= day > network
+        assert shifted < day
+    shown(example, result)
+
+
+def test_a_forecast_reads_nothing_of_the_hours_it_is_of() -> None:
+    for package in ("sktime", "vega_datasets"):
+        pytest.importorskip(package, reason=f"{package} is missing: pip install 'loopfold[examples]'")
+    example = load("10_real_sequences")
+    model = lf.SequenceToSequence(lf.GRU(3, 4), outputs=lf.Reals(1))
+    x, first = torch.randn(60, 3), torch.tensor([30])
+    other = x.clone()
+    other[31:, 0] = 9.0  # x[t, 0] is of the hour before t
+    assert torch.equal(example.ahead(model, x, first), example.ahead(model, other, first))
+    other[30, 0] = 9.0
+    assert not torch.equal(example.ahead(model, x, first), example.ahead(model, other, first))
+
+
+@pytest.mark.parametrize("package", ["sktime.datasets", "vega_datasets"])
+def test_a_missing_package_gives_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    sktime = ModuleType("sktime.datasets")
+    sktime.load_japanese_vowels = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sktime", ModuleType("sktime"))
+    monkeypatch.setitem(sys.modules, "sktime.datasets", sktime)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=r"pip install 'loopfold\[examples\]'"):
+        load("10_real_sequences")
