@@ -111,6 +111,7 @@ ENTRIES = [
                 new = torch.tanh(x @ self.W_in.T + h @ self.W_rec.T)
                 return (1 - self.alpha) * h + self.alpha * new
 
+
         lf.draw(Leaky(3, 5), level=lf.Level.OPERATIONS)""",
     ),
     Entry(
