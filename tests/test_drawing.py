@@ -175,7 +175,7 @@ EXAMPLE = torch.zeros(1, 1, 3)
 @pytest.mark.parametrize("tau", [1, 4])
 @pytest.mark.parametrize("name", CELLS)
 def test_the_unfolded_drawing_has_the_operations_that_are_run_and_their_edges(name: str, tau: int) -> None:
-    """M6: operation by operation against a recording of the plain loop; what is made of parameters alone is left out."""
+    """M6: operation by operation, against a recording of the plain loop; what is of parameters alone is left out."""
     cell = CELLS[name]()
     unfolded = Unfolded(circuit(cell, lf.Level.OPERATIONS, None, EXAMPLE), tau)
     xs, state = torch.randn(tau, 2, 3).unbind(), cell.initial_state(2)  # type: ignore[operator]
