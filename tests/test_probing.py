@@ -553,12 +553,11 @@ def test_a_run_draws_its_learning_curve_beside_the_baselines(home: Path, tmp_pat
     (tmp_path / "run" / "comparison.json").write_text(json.dumps({"on": "test", "rows": rows}))
     drawn = run.learning_curve()
     texts = " ".join(text.get_text() for text in drawn.figure.axes[0].texts)
-    lines = Subject(run).table.lines  # the report draws the same baselines, and the run itself
-    assert [*lines][0] == "gru 8"
-    assert [*lines][2:] == ["window", "convolution"]
+    lines = Subject(run).table.lines  # the report draws the same
+    assert [*lines][1:] == ["window", "convolution", "gru 8"]
     for row in rows:
-        assert (row["name"] in texts) == (row["name"] in [*lines][1:]), row["name"]
-    assert "baselines on the test text" in drawn.figure.axes[0].get_title(loc="left")
+        assert (row["name"] in texts) == (row["name"] in lines), row["name"]
+    assert "across, the test text" in drawn.figure.axes[0].get_title(loc="left")
     (tmp_path / "run" / "comparison.json").write_text('{"rows": [1]}')
     with pytest.raises(lf.RunError, match=r"comparison.json is damaged \(.*\)\. Remove it, or type loopfold compare"):
         run.learning_curve()
