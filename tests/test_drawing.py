@@ -352,8 +352,9 @@ def test_long_sequences_are_elided(steps: int) -> None:
     assert sum(shape.kind == "dots" for shape in scene.shapes.values()) == 2  # of h and of c
 
 
-def test_gradients_turn_the_arrows_round_and_leave_targets_out() -> None:
-    drawn = circuit(PATTERNS["outputs back"](), lf.Level.BOOK, None, None)
+@pytest.mark.parametrize("name", ["outputs back", "vector", "encoder-decoder"])
+def test_gradients_turn_the_arrows_round_and_leave_targets_out(name: str) -> None:
+    drawn = circuit(PATTERNS[name](), lf.Level.BOOK, None, None)
     unfolded = Unfolded(drawn, 3)
     there, back = (unfolded_scene(unfolded, None, backwards) for backwards in (False, True))
     expected = {

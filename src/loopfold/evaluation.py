@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loopfold.language.base import Context, LanguageModel
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
-from loopfold.states import leaves, map_state, whole_number
+from loopfold.states import in_evaluation, leaves, map_state, whole_number
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens
 
@@ -120,14 +120,8 @@ def _checked(ids: Any, model: LanguageModel) -> Tensor:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """While open, the model is in its evaluation mode and no gradient is kept."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with in_evaluation(model), torch.no_grad():
+        yield
 
 
 def _score(model: LanguageModel, ids: Tensor, window: int) -> float:

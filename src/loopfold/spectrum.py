@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, short_names
-from loopfold.states import leaves, name_of
+from loopfold.states import in_evaluation, leaves, name_of
 from loopfold.stepgraph.hoist import apply, needed_for
-from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph, trace
+from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph, tensors_of, trace
 from loopfold.transitions import GRU, LSTM, LayerNormLSTM, initial_state
 
 GATES: dict[type[nn.Module], str] = {LSTM: "ifgo", LayerNormLSTM: "ifgo", GRU: "rzn"}
@@ -56,12 +55,12 @@ def eigenvalues(model: nn.Module) -> Eigenvalues:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"eigenvalues needs a transition or a model, a torch.nn.Module; a {type(model).__name__} came.")
-    known = {id(t): _plain(name) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    known = {id(t): _plain(name) for name, t in tensors_of(model).items()}
     short = short_names(known.values())
     values: dict[str, Tensor] = {}
-    with _evaluating(model):
+    with in_evaluation(model):
         for cell in map(core_of, cells_of(model) or [model]):
-            own = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+            own = tensors_of(cell)
             names = {name: short[known[id(t)]] for name, t in own.items()}
             letters = next((gates for kind, gates in GATES.items() if isinstance(cell, kind)), "")
             for name, W in _named(_recurrent_matrices(_graph(cell), own, names), letters):
@@ -79,18 +78,6 @@ def eigenvalues(model: nn.Module) -> Eigenvalues:
 def _plain(name: str) -> str:
     """A parameter's name; what torch.nn.utils.parametrize computes W from goes by the name of W."""
     return re.sub(r"parametrizations\.(\w+)\..*", r"\1", name)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module as it is when the model is used, not trained."""
-    modes = [(part, part.training) for part in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 # ------------------------------------------------------------------ what multiplies the state

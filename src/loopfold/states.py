@@ -8,6 +8,7 @@ import itertools
 import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,19 @@ def describe(state: State) -> str:
 def name_of(f: Step) -> str:
     """What to call a step in messages."""
     return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
+
+
+@contextmanager
+def in_evaluation(f: Step) -> Iterator[None]:
+    """While open, every module of `f` is as it is when used, not trained; then each is as it was before."""
+    modes = {part: part.training for part in f.modules()} if isinstance(f, nn.Module) else {}
+    for part in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def whole_number(owner: str, name: str, number: int) -> int:

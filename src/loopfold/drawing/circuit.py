@@ -7,7 +7,7 @@ the numbers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -83,11 +83,19 @@ class Edge:
 Values = Sequence[Any]  # the values of the edges into a variable, in order; None where nothing was fed back yet
 
 
+class Source(NamedTuple):
+    """A variable that is read: of this step or of `lag` before; `flows`: whether gradients come back to it."""
+
+    variable: Variable
+    lag: int = 0
+    flows: bool = True
+
+
 @dataclass(frozen=True)
 class Port:
-    """Where an input of a step comes from: some variables, each with its lag, and how their values become one."""
+    """Where an input of a step comes from: some variables, and how their values become one."""
 
-    sources: tuple[tuple[Variable, int], ...]
+    sources: tuple[Source, ...]
     combine: Callable[[Values, int], Tensor] = lambda values, batch: values[0]
     edge: dict[str, Any] = field(default_factory=dict)  # what else there is to say of its edges
 
@@ -113,7 +121,7 @@ class Circuit:
     def connect(self, target: Variable, ports: Sequence[Port], rule: Callable[[list[Tensor], int], Any]) -> None:
         """Compute `target` by `rule`, from one value per port and the batch size."""
         for port in ports:
-            self.edges.extend(Edge(source, target, lag, **port.edge) for source, lag in port.sources)
+            self.edges.extend(Edge(s.variable, target, s.lag, flows=s.flows, **port.edge) for s in port.sources)
 
         def compute(values: Values, batch: int) -> Any:
             parts, start = [], 0
@@ -147,21 +155,19 @@ class Circuit:
             self._quotient(traced, ports, owners)
         for node, result in zip(graph.outputs, results, strict=True):
             if owners[node] is not result:  # two parts of the state that are always the same
-                self.connect(result, [Port(((owners[node], 0),))], _same)
+                self.connect(result, [Port((Source(owners[node]),))], same)
 
     def _quotient(self, traced: "_Traced", ports: dict[Node, Port], owners: dict[Node, Variable]) -> None:
         """The operations between two variables become one edge, labelled with the parameters on the way."""
         for root, result in owners.items():
             if root in ports:  # what goes in comes out
-                self.connect(result, [ports[root]], _same)
+                self.connect(result, [ports[root]], same)
                 continue
-            known = {node: Port(((v, 0),)) for node, v in owners.items() if node is not root} | ports
+            known = {node: Port((Source(v),)) for node, v in owners.items() if node is not root} | ports
             inside = needed_for([root], set(known))
             reads = [node for node in traced.order(inside) if node in known]
             multiplied = traced.multiplied(inside, reads)
-            labelled = [
-                replace(known[node], edge={**known[node].edge, "parameters": multiplied[node]}) for node in reads
-            ]
+            labelled = [replace(known[node], edge={"parameters": multiplied[node]}) for node in reads]
             self.connect(result, labelled, traced.rule(root, inside, reads))
 
     def _operations(
@@ -180,15 +186,16 @@ class Circuit:
             multiplied = traced.multiplied(inside, reads)
             parts = [traced.part(made, read, parameters=multiplied[read]) for read in reads]
             self.connect(operation, parts, traced.rule(node, inside, reads))
-            made[node] = Port(((operation, 0),))
+            made[node] = Port((Source(operation),))
         for node, result in owners.items():
             if traced.varies.get(node, True):
-                self.connect(result, [traced.part(made, node)], _same)
+                self.connect(result, [traced.part(made, node)], same)
             else:  # it does not depend on anything that changes
                 self.connect(result, [], traced.rule(node, needed_for([node], set()), []))
 
 
-def _same(values: Sequence[Any], batch: int) -> Any:
+def same(values: Sequence[Any], batch: int) -> Any:
+    """The rule of what only passes a value on."""
     return values[0]
 
 
@@ -249,7 +256,7 @@ class _Traced:
     def part(self, made: dict[Node, Port], node: Node, **edge: Any) -> Port:
         """Where the value of `node` comes from: an operation, or one of the results of one that has several."""
         if node.op != "getitem":
-            return replace(made[node], edge={**made[node].edge, **edge})
+            return replace(made[node], edge=edge)
         whole, index = node.args
         alone = sum(other.op == "getitem" and other.args[0] is whole for other in self.graph.operations) == 1
         edge |= {"form": lambda value: value[index], "note": "" if alone else f"[{index}]"}

@@ -67,7 +67,7 @@ def draw(
 def sizes(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> Gradients:
     """The sizes of the gradients on these data."""
     given = data_of(unfolded, x, y)
-    (batch,) = {data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()}
+    (batch,) = set(_batches(given))
     try:
         return unfolded.gradients(given, batch)
     except (RuntimeError, IndexError) as error:
@@ -101,10 +101,14 @@ def data_of(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> dict[Variable, T
     given = {targets[0]: _fitted("y", y, targets[0], unfolded)}
     if x is not None:
         given[inputs[0]] = _fitted("x", x, inputs[0], unfolded)
-    batches = [data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()]
+    batches = _batches(given)
     if len(set(batches)) > 1:
         raise ValueError(f"y has batch {batches[0]} and x has batch {batches[1]}; they must be the same.")
     return given
+
+
+def _batches(given: dict[Variable, Tensor]) -> list[int]:
+    return [data.shape[1 if variable.when is When.EVERY else 0] for variable, data in given.items()]
 
 
 def _fitted(name: str, data: Tensor, variable: Variable, unfolded: Unfolded) -> Tensor:

@@ -169,11 +169,9 @@ def style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches. It belongs to whoever made it: nothing global knows of it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    """An empty figure, in inches, made inside `style`. Nothing global knows of it."""
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -1,14 +1,13 @@
 """The circuit of a network: of a transition, a layer, a pattern or a language model."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loopfold.drawing.circuit import Circuit, Level, Port, Role, Values, Variable, When
+from loopfold.drawing.circuit import Circuit, Level, Port, Role, Source, Values, Variable, When, same
 from loopfold.drawing.notation import symbol
 from loopfold.feeding import Feeding, FreeRunning, Outputs, Raw, Soft, TeacherForcing
 from loopfold.patterns import (
@@ -22,7 +21,7 @@ from loopfold.patterns import (
     VectorToSequence,
 )
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
-from loopfold.states import State, Step, leaves, name_of
+from loopfold.states import State, Step, in_evaluation, leaves, name_of
 from loopfold.stepgraph.trace import Refusal, StepGraph, tensors_of, trace, trace_map
 from loopfold.transitions import Embedded, initial_state
 from loopfold.unfolding import check_input, check_steps
@@ -50,8 +49,7 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
     if isinstance(model, OutputRecurrence):
         return drawn.output_recurrence(model, _fed(feeding, TeacherForcing()))
     if feeding is not None:
-        name = name_of(model.cell if isinstance(model, Recurrent) else model)
-        raise ValueError(f"{name} feeds no output back, so it has no feeding: leave {feeding} out.")
+        raise ValueError(f"{drawn.circuit.name} feeds no output back, so it has no feeding: leave {feeding} out.")
     if isinstance(model, SequenceToSequence | SequenceToOne):
         return drawn.reader(model, x)
     return drawn.layer_alone(as_layer(model), x)
@@ -100,9 +98,9 @@ class _Drawn:
 
         x = self.circuit.add(Variable("x", Role.INPUT))
         example = torch.zeros(1, dtype=torch.long, device=like.device) if tokens else like.new_zeros(1, size)
-        hidden = self._layer(network.recurrent, (Port(((x, 0),)), example))
+        hidden = self._layer(network.recurrent, (Port((Source(x),)), example))
         o, y = self._readout(network, hidden, When.EVERY)
-        self.circuit.connect(x, [self._feedback(feeding, o, y, following)], lambda values, batch: values[0])
+        self.circuit.connect(x, [self._feedback(feeding, o, y, following)], same)
         return self.circuit
 
     def output_recurrence(self, model: OutputRecurrence, feeding: Feeding) -> Circuit:
@@ -113,7 +111,7 @@ class _Drawn:
         o, y = self._readout(model, [h], When.EVERY)
         fed = self._feedback(feeding, o, y, self._next(feeding, model))
         assert graph.x is not None
-        ports = {graph.state[0]: fed, graph.x: Port(((x, 0),))}
+        ports = {graph.state[0]: fed, graph.x: Port((Source(x),))}
         self.circuit.step(graph, tensors_of(model.hidden), ports, [h])
         return self.circuit
 
@@ -127,8 +125,8 @@ class _Drawn:
         """Figure 10.12: the last state of the encoder is the vector C that the decoder reads at every step."""
         read = self._layer(model.encoder, self._input(model.encoder, x), marks=("e",))
         vector = self.circuit.add(Variable("C", Role.INPUT, When.ONCE, phase=1))
-        port = Port(tuple((h, 0) for h in read), _side_by_side)
-        self.circuit.connect(vector, [port], lambda values, batch: values[0])
+        port = Port(tuple(map(Source, read)), _side_by_side)
+        self.circuit.connect(vector, [port], same)
         self._writer(model.decoder, feeding, vector, model.encoder.hidden_size, phase=1, target=target)
         return self.circuit
 
@@ -150,7 +148,7 @@ class _Drawn:
         def read(values: Values, batch: int) -> Tensor:
             return torch.cat([values[0], fed.combine(values[1:], batch)], -1)
 
-        port = Port(((vector, 0), *fed.sources), read)
+        port = Port((Source(vector), *fed.sources), read)
         example = model.V.new_zeros(1, width + model.outputs.size)
         hidden = self._layer(model.recurrent, (port, example), marks=("d",) if phase else (), phase=phase)
         self._readout(model, hidden, When.EVERY, (o, y))
@@ -166,7 +164,7 @@ class _Drawn:
             )
             check_steps(x.shape[0])
         example = _example(cell) if x is None else x[0, :1]
-        return None if example is None else (Port(((self.circuit.add(Variable("x", Role.INPUT)), 0),)), example)
+        return None if example is None else (Port((Source(self.circuit.add(Variable("x", Role.INPUT))),)), example)
 
     def _layer(
         self,
@@ -183,7 +181,7 @@ class _Drawn:
                 own = (*marks, str(i + 1)) if len(layer.layers) > 1 else marks
                 hidden = self._layer(part, reads, depth + i, own, phase, backwards)
                 example = leaves(part.initial_state(1))[0].new_zeros(1, part.hidden_size)
-                reads = Port(tuple((h, 0) for h in hidden), _side_by_side), example
+                reads = Port(tuple(map(Source, hidden)), _side_by_side), example
             return hidden
         if isinstance(layer, Bidirectional):
             there = self._layer(layer.forwards, reads, depth, (*marks, r"\rightarrow"), phase, backwards)
@@ -205,8 +203,8 @@ class _Drawn:
         backwards: bool,
     ) -> Variable:
         example = None if reads is None else reads[1]
-        state = _state_of(cell, example)(1)
-        graph = _traced(trace, cell, example, state)
+        state = _state_of(cell, example)
+        graph = _traced(trace, cell, example, state(1))
         names = _state_names(graph)
         variables = [
             self.circuit.add(
@@ -217,13 +215,13 @@ class _Drawn:
                     phase,
                     depth,
                     backwards,
-                    _leaf(_state_of(cell, example), i),
+                    _leaf(state, i),
                 )
             )
             for i, name in enumerate(names)
         ]
         lag = -1 if backwards else 1
-        ports = {node: Port(((v, lag),)) for node, v in zip(graph.state, variables, strict=True)}
+        ports = {node: Port((Source(v, lag),)) for node, v in zip(graph.state, variables, strict=True)}
         if graph.x is not None and reads is not None:
             ports[graph.x] = reads[0]
         self.circuit.step(graph, tensors_of(cell), ports, variables, marks)
@@ -242,14 +240,14 @@ class _Drawn:
         loss = Variable("L", Role.LOSS, when, phase)
         readout: Readout = model.readout
         graph = _traced(trace_map, readout, None, readout.c.new_zeros(1, readout.V.shape[1]))
-        ports = {graph.state[0]: Port(tuple((h, 0) for h in hidden), _side_by_side)}
+        ports = {graph.state[0]: Port(tuple(map(Source, hidden)), _side_by_side)}
         for variable in (o, loss, y):
             self.circuit.add(variable)
         self.circuit.step(graph, tensors_of(readout), ports, [o])
         outputs = model.outputs
         self.circuit.connect(
             loss,
-            [Port(((o, 0),)), Port(((y, 0),), edge={"flows": False})],
+            [Port((Source(o),)), Port((Source(y, flows=False),))],
             lambda values, batch: outputs.losses(*values).sum(),
         )
         return o, y
@@ -262,12 +260,13 @@ class _Drawn:
         following: Callable[[Tensor | None, Tensor | None, int], Tensor],
     ) -> Port:
         """What goes back in: the true target, the model's own output, or one of the two."""
+        true = Source(y, 1, flows=False)
+        own = Source(o, 1, flows=isinstance(getattr(feeding, "pick", None), Soft | Raw))  # not through a choice
         if isinstance(feeding, TeacherForcing):
-            return Port(((y, 1),), lambda values, batch: following(None, values[0], batch), {"flows": False})
-        flows = isinstance(getattr(feeding, "pick", None), Soft | Raw)
+            return Port((true,), lambda values, batch: following(None, values[0], batch))
         if isinstance(feeding, FreeRunning):
-            return Port(((o, 1),), lambda values, batch: following(values[0], None, batch), {"flows": flows})
-        return Port(((o, 1), (y, 1)), lambda values, batch: following(values[0], values[1], batch), {"flows": flows})
+            return Port((own,), lambda values, batch: following(values[0], None, batch))
+        return Port((own, true), lambda values, batch: following(values[0], values[1], batch))
 
     def _next(self, feeding: Feeding, model: Pattern) -> Callable[[Tensor | None, Tensor | None, int], Tensor]:
         outputs = model.outputs
@@ -306,23 +305,10 @@ def _leaf(state: Callable[[int], State], i: int) -> Callable[[int], Tensor]:
 
 def _traced(how: Callable[..., StepGraph], f: Step, x: Tensor | None, state: State) -> StepGraph:
     try:
-        with _evaluating(f):
+        with in_evaluation(f):
             return how(f, x, state)
     except Refusal as reason:
         raise ValueError(f"{name_of(f)} cannot be drawn, because it cannot be traced: {reason}") from reason
-
-
-@contextmanager
-def _evaluating(f: Step) -> Iterator[None]:
-    """A network is drawn as it is used: dropout is no part of it."""
-    modes = {part: part.training for part in f.modules()} if isinstance(f, nn.Module) else {}
-    for part in modes:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 def _state_names(graph: StepGraph) -> list[str]:
@@ -358,15 +344,15 @@ def _example(cell: Step) -> Tensor | None:
     ]
     if len(needed) == 1:
         return None
-    tensors = [*cell.parameters(), *cell.buffers()] if isinstance(cell, nn.Module) else []
+    if not isinstance(cell, nn.Module):
+        return torch.zeros(1, 1)
+    tensors = tensors_of(cell).values()
     like = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
     classes = torch.zeros(1, dtype=torch.long, device=like.device)
     if isinstance(cell, Embedded):
         return classes
     known = getattr(cell, "input_size", None)
     sizes = {size for t in tensors for size in t.shape}
-    if not isinstance(cell, nn.Module):
-        return torch.zeros(1, 1)
     widths = [known] if isinstance(known, int) else sorted({*sizes, *(a - b for a in sizes for b in sizes if a > b)})
     found = [x for x in [*(like.new_zeros(1, m) for m in widths), classes] if _is_read(step, cell, x)]
     if len(found) != 1:

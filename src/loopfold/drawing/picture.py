@@ -113,7 +113,7 @@ def circuit_scene(circuit: Circuit) -> Scene:
     """One column; whatever leads to another step goes through a black square, a delay of one step."""
     columns = _Columns(circuit, (1, 1), gap=1.1)
     shapes: dict[Hashable, Shape] = {
-        v: _node(v, columns.place(v, None if v.when is When.ONCE else 1), f"${v.label}$") for v in circuit.variables
+        v: _node(v, columns.place(v, _column_of(v)), f"${v.label}$") for v in circuit.variables
     }
     links: list[Link] = []
     delays: dict[tuple[Variable, int], Hashable] = {}

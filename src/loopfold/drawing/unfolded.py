@@ -83,10 +83,6 @@ class Unfolded:
 
     # ------------------------------------------------------------------ running it
 
-    def run(self, given: dict[Variable, Tensor], batch: int) -> dict[Moment, Any]:
-        """The value of every node, each computed from the edges into it; `given` are inputs and targets by time."""
-        return self._run(given, batch)[0]
-
     def gradients(self, given: dict[Variable, Tensor], batch: int) -> Gradients:
         """Back-propagate L = Σ_t L(t) through this very graph."""
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -101,6 +97,7 @@ class Unfolded:
         )
 
     def _run(self, given: dict[Variable, Tensor], batch: int) -> tuple[dict[Moment, Any], dict[Arrow, Any]]:
+        """The value of every node, each from the edges into it, and what every edge carried; `given` are the data."""
         into: dict[Moment, dict[Edge, Arrow]] = defaultdict(dict)
         for arrow in self.arrows:
             into[arrow.target][arrow.edge] = arrow
