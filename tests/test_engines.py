@@ -328,7 +328,7 @@ def test_what_a_step_sets_on_itself_is_set() -> None:
             return self.seen
 
     cell, x = Watching(3, 5), torch.randn(4, 2, 3)
-    with pytest.raises(ValueError, match=r"sets self\.seen at every step"):
+    with pytest.raises(ValueError, match=r"changes self\.seen at every step"):
         lf.unfold(cell, x, engine=lf.Looped())
     assert not hasattr(cell, "seen")
     assert torch.equal(lf.unfold(cell, x).last, cell.seen)

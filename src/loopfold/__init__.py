@@ -3,6 +3,7 @@
 The modules in the order in which data flows; each imports only from those above it.
 
     files            a file is written as a whole or not at all
+    surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph        the step as data: trace, loop and rules (its language), hoist, differentiate

@@ -21,7 +21,8 @@ from loopfold.states import State, alive, leaves, rebuild
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.hoist import Loop, hoist, needed_for
 from loopfold.stepgraph.loop import Value, ordered
-from loopfold.stepgraph.trace import Node, Refusal, StepGraph, fingerprint, trace
+from loopfold.stepgraph.trace import Node, Refusal, StepGraph, trace
+from loopfold.surroundings import fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +182,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
             x, which = x.unique(return_inverse=True)
             many = len(x)
         values[graph.x] = x
-    loop.run([n for r in (*loop.constants, *loop.inputs) for n in r.nodes()], values, many)
+    loop.run([*loop.checks, *(n for r in (*loop.constants, *loop.inputs) for n in r.nodes())], values, many)
     constants = [recipe.make(values) for recipe in loop.constants]
     inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
     if which is not None:
@@ -198,7 +199,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
 
     if outside:
         for node, k in loop.taps.items():
-            values[node] = _alive_or_first(emitted[k], recurrence.lengths).reshape(rows, -1)
+            values[node] = _alive_or_first(emitted[k], recurrence.lengths).reshape(rows, -1).to(node.dtype)
         reads = needed_for(outside, values)
         for k, i in enumerate(loop.carried):
             if graph.state[i] in reads:

@@ -49,6 +49,14 @@ class Shape:
         return -(-vectors // size), size
 
 
+class Unsound(Exception):
+    """A kernel that would read memory that nothing has written: a fault of the plan, found before any code runs."""
+
+
+def _bits(start: int, width: int) -> int:
+    return ((1 << width) - 1) << start
+
+
 @dataclass(frozen=True, eq=False)
 class Written:
     """A kernel as LLVM code: `void kernel(steps, batch, first row, last row + 1, lengths*, buffers**)`."""
@@ -68,6 +76,9 @@ class _Writer(Vectors):
     def __init__(self, plan: Plan, shape: Shape) -> None:
         super().__init__(shape.dtype, shape.lanes)
         self.plan, self.source, self.shape = plan, plan.source, shape
+        # Which features of each buffer a step has written, one bit each: by the passes before this one, and by this one
+        self.written: dict[tuple[str, int], int] = {}
+        self.being_written: dict[tuple[str, int], int] = {}
         self._body()
         self._team()
 
@@ -121,11 +132,29 @@ class _Writer(Vectors):
         for stage in sorted(stages):
             for v in self.plan.products.get(stage, ()):
                 self._product(v) if v.op == "matmul" else self._reduction(v)
+                self._end_of_pass()
             for group in sorted({*self.plan.stores, *self.plan.adds}):
                 if group[0] == stage:
                     self._pointwise(group)
+                    self._end_of_pass()
         if self.source.masked:
             self._clear_ended()
+
+    # ---- nothing is read before it was written
+
+    def _writes(self, place: Place, width: int) -> None:
+        key = (place.kind, place.index)
+        self.being_written[key] = self.being_written.get(key, 0) | _bits(place.start, width)
+
+    def _end_of_pass(self) -> None:
+        for key, bits in self.being_written.items():
+            self.written[key] = self.written.get(key, 0) | bits
+        self.being_written.clear()
+
+    def _reads(self, v: Value, place: Place) -> None:
+        """A pass goes row by row, so of what it writes itself it must read nothing back."""
+        if _bits(place.start, v.width) & ~self.written.get((place.kind, place.index), 0):
+            raise Unsound(f"a kernel would read {v.op} of {v.width} features before it is written.")
 
     def _team(self) -> None:
         """`team(jobs*)`: what every thread of an OpenMP team runs, taking every so-manyth job.
@@ -224,6 +253,7 @@ class _Writer(Vectors):
                         j = self._add(start, self._int(i * self.lanes))
                         self._save(value, self._at(home, self._int(r), j), masks[i])
 
+        self._writes(home, v.width)
         padded = home.kind != "sequence"
         full = blocks if padded and blocks * width == self._padded(v.width) else v.width // width
         if full > 1:
@@ -278,6 +308,7 @@ class _Writer(Vectors):
                 half = len(numbers) // 2
                 numbers = [self._join_numbers(v.op, numbers[i], numbers[i + half]) for i in range(half)]
             b.store(numbers[0], self._at(self.plan.home(v), r, self._int(0)))
+        self._writes(self.plan.home(v), 1)
 
     def _join_numbers(self, op: str, p: Any, q: Any) -> Any:
         if op == "sum":
@@ -296,6 +327,7 @@ class _Writer(Vectors):
                     value = self._value(v, group, r, j, mask, made)
                     masked = mask if place.kind == "sequence" or group[2] < place.width else None
                     self._save(value, self._at(place, r, j), masked)
+                    self._writes(place, v.width)
                 for v, k in self.plan.adds.get(group, ()):
                     value = self._value(v, group, r, j, mask, made)
                     value = self.b.select(counts, value, self._splat(0.0))
@@ -367,6 +399,7 @@ class _Writer(Vectors):
         if v.op in ("input", "incoming"):
             at = self._mul(self._add(self._mul(self.t, self.batch), self._row(r)), v.width)
             return self._gep(self.pointer[v.op, v.index], at)
+        self._reads(v, self.plan.places[v])
         return self._at(self.plan.places[v], r, self._int(0))
 
     def _at(self, place: Place, r: Any, j: Any) -> Any:

@@ -85,8 +85,8 @@ class Plan:
             return self._in_memory(v.args[0])
         if v.op == "slice":
             return self._stages[v.args[0]] if v.args[0].op != "cat" else self._in_memory(v.args[0])
-        if v.op == "cat":
-            return max(self._in_memory(a) for a in v.args)
+        if v.op == "cat":  # its parts, leaves too, are put side by side at the end of their stages
+            return max(self._stages[a] for a in v.args) + 1
         return max((self._in_memory(a) if a.op == "cat" else self._stages[a] for a in v.args), default=0)
 
     def _in_memory(self, v: Value) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.rules import RULES
+from loopfold.stepgraph.rules import BY_NUMBERS, OF_TRUTH, RULES
 from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph
 
 
@@ -48,6 +48,7 @@ class Loop:
     emitted: tuple[Value, ...]  # the values kept for every step; the first are the carried leaves after the step
     leaves: tuple[int | Node, ...]
     taps: dict[Node, int]  # the nodes that the emitted values stand for
+    checks: tuple[Node, ...]  # run once a call for the errors that they may raise
 
     @property
     def next(self) -> tuple[Value, ...]:
@@ -203,6 +204,7 @@ class _Hoist:
             tuple(new[v] for v in emitted),
             leaves,
             taps,
+            tuple(node for node in self.graph.operations if node.is_check),
         )
 
     # ---- nodes as values of the loop
@@ -224,7 +226,19 @@ class _Hoist:
         rule = RULES.get(node.op)
         if rule is None:
             raise Refusal(f"aten.{node.op} has no kernel.")
-        return rule(self, node, *[self._argument(a) for a in node.args], **dict(node.kwargs))
+        arguments = [self._argument(a) for a in node.args]
+        if node.dtype == torch.bool and node.op not in OF_TRUTH:
+            if node.op not in BY_NUMBERS:
+                raise Refusal(f"aten.{node.op} of truth values has no kernel.")
+            arguments = [self._numbers(a) for a in arguments]
+            return self.condition(rule(self, node, *arguments, **dict(node.kwargs)))
+        return rule(self, node, *arguments, **dict(node.kwargs))
+
+    def _numbers(self, a: Any) -> Any:
+        """An argument with 0 and 1 in place of truth values."""
+        if isinstance(a, tuple):
+            return tuple(self._numbers(v) for v in a)
+        return self.row(a) if isinstance(a, Value) else a
 
     def _argument(self, a: Any) -> Any:
         if isinstance(a, Node):
@@ -241,8 +255,16 @@ class _Hoist:
             return self.builder.number(a)
         if len(a.shape) > 2 or (len(a.shape) == 2 and a.shape[0] != 1):
             raise Refusal(f"{a.name} has shape {a.shape}; beside rows [batch, n] a kernel needs [n] or one number.")
+        self._check_dtype(a)
         width, dtype = a.shape[-1] if a.shape else 1, self.dtype
         return self.constant(Recipe(lambda t: t.reshape(-1).to(dtype).contiguous(), (a,)), width, ("row", a))
+
+    def _check_dtype(self, node: Node) -> None:
+        """As torch has it, one number, and whole numbers, take on the dtype of the rows that they meet; others do not."""
+        assert node.dtype is not None
+        weak = not node.dtype.is_floating_point or not node.shape
+        if node.dtype.is_complex or (node.dtype != self.dtype and not weak):
+            raise Refusal(f"{node.name} is {node.dtype} where the state is {self.dtype}.")
 
     def condition(self, a: Any) -> Value:
         """An argument as yes or no."""
@@ -269,6 +291,8 @@ class _Hoist:
             )
         if v.op == "number":
             return self.matmul(self.builder.make("expand", v, width=1), matrix, start)
+        if matrix.dtype != self.dtype:
+            raise Refusal(f"{matrix.name} is {matrix.dtype} where the state is {self.dtype}.")
         stop = start + v.width
         whole = v.width == matrix.shape[0]
         recipe = Recipe((lambda m: m) if whole else (lambda m: m[start:stop]), (matrix,))
@@ -287,6 +311,7 @@ class _Hoist:
             return self.builder.slice(self.input_node(parent), start, node.shape[1])
         if len(node.shape) > 2:
             raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
+        self._check_dtype(node)
         width, dtype = node.shape[1] if len(node.shape) == 2 else 1, self.dtype
         if not width:
             raise Refusal(f"{node.name} has no features.")

@@ -4,11 +4,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.trace import Node, Refusal
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}  # name of the operation -> rule(hoist, node, *arguments)
+# Operations that give truth values: from numbers or truth values; from truth values by way of 0 and 1 (a sum is "or").
+OF_TRUTH = {"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "bitwise_and", "logical_or", "bitwise_or"}
+OF_TRUTH |= {"logical_not", "bitwise_not", "clone", "alias", "detach", "_to_copy", "getitem"}
+BY_NUMBERS = {"add", "mul", "maximum", "minimum", "where", "cat", "slice", "unsqueeze", "squeeze", "view", "reshape"}
+BY_NUMBERS |= {"_unsafe_view", "expand"}
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -21,7 +28,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 for _name in ("tanh", "sigmoid", "relu", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sign"):
     RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, hoist.row(v))
-for _name in ("sin", "cos", "erf", "neg", "detach"):
+for _name in ("sin", "cos", "erf", "neg"):
     RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, hoist.row(v))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum"):
     RULES[_name] = lambda hoist, node, a, b, name=_name: hoist.builder.make(name, hoist.row(a), hoist.row(b))
@@ -33,7 +40,14 @@ for _name in ("logical_not", "bitwise_not"):
 
 @_rule("clone", "alias", "_to_copy")
 def _same(hoist: Any, node: Node, v: Any, **options: Any) -> Any:
-    return v if node.dtype == node.args[0].dtype else hoist.row(v)  # a condition becomes 0 and 1
+    if node.dtype == node.args[0].dtype:
+        return v
+    return hoist.condition(v) if node.dtype == torch.bool else hoist.row(v)
+
+
+@_rule("detach")
+def _detach(hoist: Any, node: Node, v: Any) -> Any:
+    return v if node.dtype == torch.bool else hoist.builder.make("detach", hoist.row(v))
 
 
 @_rule("unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "expand")
@@ -78,6 +92,8 @@ def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
         raise Refusal("aten.pow has a kernel for a fixed exponent only.")
     if exponent == 2:
         return hoist.builder.mul(v, v)
+    if exponent == 0:
+        return hoist.builder.expand(hoist.builder.number(1), v.width)  # for nan too, and with no gradient
     named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if exponent in named:
         return hoist.builder.make(named[exponent], v)

@@ -2,9 +2,8 @@
 
 import inspect
 import logging
-import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from loopfold.states import State, Step, leaves, name_of, rebuild, zero_state
+from loopfold.surroundings import global_hooks, unchanged
 
 
 class Refusal(Exception):
@@ -43,6 +45,11 @@ class Node:
     shape: tuple[Any, ...] = ()
     dtype: torch.dtype | None = None
     target: OpOverload | None = None
+
+    @property
+    def is_check(self) -> bool:
+        """Whether it gives nothing and only raises an error where something is wrong, such as a singular matrix."""
+        return self.target is not None and not self.target._schema.returns
 
     def inputs(self) -> list["Node"]:
         """The nodes that this one reads, in order."""
@@ -140,17 +147,49 @@ def _check_traceable(f: Step) -> None:
         for part in f.modules():
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 raise Refusal(f"{name_of(part)} has hooks, which a compiled step would not call.")
-        if any(nn.parameter.is_lazy(t) for t in tensors_of(f).values()):
-            raise Refusal("its parameters have no size yet.")
+        for name, tensor in tensors_of(f).items():
+            if nn.parameter.is_lazy(tensor):
+                raise Refusal("its parameters have no size yet.")
+            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+                kind = "sparse" if tensor.layout != torch.strided else f"a {type(tensor).__name__}"
+                raise Refusal(f"its {name} is {kind}; a kernel needs plain dense tensors.")
+    if global_hooks():
+        raise Refusal("hooks are set for all modules, which a compiled step would not call.")
     if nn.utils.parametrize._cache_enabled:
         raise Refusal("parametrize.cached() holds tensors from one call to the next.")
+
+
+_WATCHES = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward"}
+
+
+class _Stand(TorchFunctionMode):
+    """Puts tensors without data in the place of the module's own, wherever these are arguments.
+
+    The module itself is never touched, so other threads may use it meanwhile.
+    """
+
+    def __init__(self, fakes: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.fakes = fakes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _WATCHES:
+            raise Refusal(f"it calls .{func.__name__}(), which a compiled step would not.")
+        return func(*_stood(self.fakes, args), **_stood(self.fakes, kwargs or {}))
+
+
+def _stood(fakes: dict[int, Tensor], arguments: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: fakes.get(id(t), t), arguments)
 
 
 class _Recorder(TorchDispatchMode):
     """Writes down every operation. Values are known by the identity of their tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: dict[int, Tensor]) -> None:
         super().__init__()
+        self.fakes = fakes
         self.nodes: list[Node] = []
         self.known: dict[int, tuple[Node, Tensor]] = {}  # the tensor is held, so that its id stays its own
         self.names: dict[str, int] = {}
@@ -163,7 +202,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _stood(self.fakes, args), _stood(self.fakes, kwargs or {})
         if func.namespace == "prim":  # a question about a tensor, such as its device
             return func(*args, **kwargs)
         op = func._schema.name.removeprefix("aten::")
@@ -187,7 +226,7 @@ class _Recorder(TorchDispatchMode):
             return
         whole = Node(self._fresh(name), op, args, kwargs, target=func)
         self.nodes.append(whole)
-        for i, part in enumerate(result):
+        for i, part in enumerate(result or ()):
             if isinstance(part, Tensor):
                 self._add(
                     Node(self._fresh(f"{whole.name}.{i}"), "getitem", (whole, i), {}, tuple(part.shape), part.dtype),
@@ -214,24 +253,28 @@ class _Recorder(TorchDispatchMode):
 
 
 def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
-    fake, recorder = FakeTensorMode(), _Recorder()
+    fake = FakeTensorMode()
 
     def blank(like: Tensor, *shape: int) -> Tensor:
         with fake:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    fakes = {name: blank(t, *t.shape) for name, t in tensors_of(f).items()}
+    own = tensors_of(f)
     inputs = [blank(leaf, batch, *leaf.shape[1:]) for leaf in leaves(state)]
     x = None if x0 is None else blank(x0, batch, *x0.shape[1:])
+    fakes = {id(t): blank(t, *t.shape) for t in own.values()}
+    recorder = _Recorder(fakes)
     state_nodes = tuple(recorder.leaf("state", k, t) for k, t in zip(_state_names(f, state), inputs, strict=True))
     x_node = None if x is None else recorder.leaf("x", "x", x)
-    parameters = {name: recorder.leaf("parameter", name, t) for name, t in fakes.items()}
+    parameters = {name: recorder.leaf("parameter", name, fakes[id(t)]) for name, t in own.items()}
     arguments = (rebuild(state, inputs), *([] if x is None else [x]))
-    held = [(part, dict(vars(part))) for part in (f.modules() if isinstance(f, nn.Module) else ())]
     # gradients stay on, so that torch.no_grad() inside the step is seen; the fake tensors themselves need none
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), _quiet(), fake, recorder:
+    alone = (torch.inference_mode(False), torch.enable_grad(), _quiet(), fake, recorder, _Stand(fakes))
+    with unchanged(f) as changed, ExitStack() as stack:
+        for context in alone:
+            stack.enter_context(context)
         try:
-            new = torch.func.functional_call(f, fakes, arguments) if isinstance(f, nn.Module) else f(*arguments)
+            new = f(*arguments)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise Refusal("it asks for the values of a tensor (if, while, float, .item()). Use torch.where.") from None
         except Refusal:
@@ -240,11 +283,9 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
             if "convert all Tensors to FakeTensors" in str(error):
                 raise Refusal(NOT_ITS_OWN) from None
             raise Refusal(f"it fails where the batch is {batch}: {error}") from None
-        finally:
-            changed = _restore(held)
-        if changed:
-            raise Refusal(f"it sets {', '.join(changed)} at every step, which a compiled step would not.")
-        outputs = tuple(recorder._lookup(leaf) for leaf in leaves(new))
+    if changed:
+        raise Refusal(f"it changes {', '.join(dict.fromkeys(changed))} at every step, which a compiled step would not.")
+    outputs = tuple(recorder._lookup(leaf) for leaf in leaves(new))
     structure = rebuild(new, [torch.empty(0)] * len(outputs))
     return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, structure)
 
@@ -258,18 +299,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _restore(held: list[tuple[nn.Module, dict[str, Any]]]) -> list[str]:
-    """Undo what a trace has set on modules, and name it."""
-    changed = []
-    for part, before in held:
-        for key in [k for k, v in vars(part).items() if before.get(k, held) is not v]:
-            changed.append(f"self.{key}")
-            vars(part).pop(key)
-            if key in before:
-                vars(part)[key] = before[key]
-    return changed
 
 
 def _state_names(f: Step, state: State) -> list[str]:
@@ -323,7 +352,7 @@ def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph
     state = tuple(merge_node(a, b) for a, b in zip(one.state, two.state, strict=True))
     x = merge_node(one.x, two.x) if one.x is not None and two.x is not None else None
     operations = tuple(merge_node(a, b) for a, b in zip(one.operations, two.operations, strict=True))
-    needed = _needed([new[id(o)] for o in one.outputs])
+    needed = _needed([new[id(o)] for o in one.outputs] + [n for n in operations if n.is_check])
     return StepGraph(
         one.name,
         parameters,
@@ -365,71 +394,3 @@ def _show(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_show, value))})"
     return str(value)
-
-
-# ------------------------------------------------------------------ is an old trace still true?
-
-
-def fingerprint(f: nn.Module) -> tuple[Any, ...]:
-    """What a trace has fixed: all that the modules hold besides tensors, the sizes of those, and which are shared.
-
-    Also what their methods read from the Python module around them. Functions stand for themselves, so
-    that none can take the place of another.
-    """
-    first: dict[int, int] = {}  # tensors are the same or not: the number of the first time that each was met
-    found: list[Any] = []
-    for part in f.modules():
-        found.append(type(part))
-        found += [(k, _frozen(v)) for k, v in vars(part).items() if k not in _OF_TORCH]
-        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                met = first.setdefault(id(tensor), len(first))
-                found.append((key, met, None if nn.parameter.is_lazy(tensor) else (tensor.shape, tensor.dtype)))
-        found.append(
-            any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks))
-        )
-        found += _of_the_class(type(part))
-    return tuple(found)
-
-
-_OF_TORCH = vars(nn.Module()).keys() - {"training"}
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def _frozen(value: Any, depth: int = 4) -> Any:
-    """A value as something that can be compared later, when it may have been changed."""
-    if isinstance(value, (*_SIMPLE, types.BuiltinFunctionType, type)):
-        return value
-    if isinstance(value, Tensor | nn.Module) or depth == 0:
-        return id(value)
-    if isinstance(value, types.FunctionType):
-        ours = (value.__module__ or "").split(".")[0] in ("torch", "loopfold")
-        return value if ours else (value, *_read_outside(value, depth - 1))
-    if isinstance(value, list | tuple | set):
-        return (type(value), *(_frozen(v, depth - 1) for v in value))
-    if isinstance(value, dict):
-        return tuple((_frozen(k, depth - 1), _frozen(v, depth - 1)) for k, v in value.items())
-    if isinstance(value, types.MethodType):
-        return value.__func__, _frozen(value.__self__, depth - 1)
-    return type(value), _frozen(getattr(value, "__dict__", id(value)), depth - 1)
-
-
-def _of_the_class(kind: type) -> Iterator[Any]:
-    """What the user's classes hold, and the numbers that their methods read from outside."""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        if base.__module__.startswith(("torch.", "loopfold.")):
-            continue
-        for name, value in vars(base).items():
-            if isinstance(value, types.FunctionType):
-                yield _frozen(value)
-            elif not name.startswith("__"):
-                yield name, _frozen(value)
-
-
-def _read_outside(function: types.FunctionType, depth: int) -> Iterator[Any]:
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if not isinstance(value, types.ModuleType):
-            yield name, _frozen(value, depth)
-    for cell in function.__closure__ or ():
-        yield _frozen(cell.cell_contents, depth)
