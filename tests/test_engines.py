@@ -432,16 +432,16 @@ def test_results_have_memory_of_their_own(engine: lf.Engine) -> None:
 
 
 def test_one_trace_serves_every_batch_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    from loopfold.engines import compiled
+    from loopfold.engines import programs
 
     traces = []
-    real = compiled.trace
+    real = programs.trace
 
     def counted(*arguments: Any) -> lf.StepGraph:
         traces.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(compiled, "trace", counted)
+    monkeypatch.setattr(programs, "trace", counted)
     cell = lf.GRU(3, 5)
     for tau, batch in ((2, 1), (9, 4), (30, 17)):
         lf.unfold(cell, torch.randn(tau, batch, 3), engine=lf.FusedCPU())

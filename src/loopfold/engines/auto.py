@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Program, program_of
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.looped import Looped
+from loopfold.engines.programs import Program, program_of
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of
 from loopfold.stepgraph.loop import Value, ordered
@@ -46,7 +46,7 @@ def explain(engine: Engine, recurrence: Recurrence) -> str:
     chosen, why = engine.choose(recurrence) if isinstance(engine, Auto) else (engine, "it was asked for.")
     lines = [f"{begin}: {type(chosen).__name__}, because {why}"]
     if not isinstance(chosen, Sequential):
-        lines += _parts(program_of(recurrence))
+        lines += _parts(program_of(recurrence).program)
     return "\n".join(lines)
 
 

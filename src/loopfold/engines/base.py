@@ -35,6 +35,10 @@ class Recurrence:
         return self.lengths.to(leaves(self.state)[0].device) > t
 
 
+class EngineWarning(UserWarning):
+    """A step runs under `Sequential` that was meant to be compiled: the values are right, the speed is not."""
+
+
 class Engine(ABC):
     """Runs a recurrence. States and every gradient match `Sequential` within the engine's stated tolerance."""
 

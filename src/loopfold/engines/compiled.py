@@ -5,54 +5,34 @@ wrong: parameters enter as the user's own tensors, `once`, `before` and `after` 
 and one autograd function stands for the loop.
 """
 
-import weakref
+import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from loopfold.engines.base import Engine, Recurrence
-from loopfold.states import State, alive, leaves, rebuild
-from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
-from loopfold.stepgraph.hoist import Loop, hoist, needed_for
-from loopfold.stepgraph.loop import Value, ordered
-from loopfold.stepgraph.trace import Node, Refusal, StepGraph, trace
-from loopfold.surroundings import fingerprint
+from loopfold.engines.base import Engine, EngineWarning, Recurrence
+from loopfold.engines.programs import Found, Program, forget, program_of
+from loopfold.engines.selfcheck import FIRST, Guard, agrees_later, disagreement, guarded, step_to_check
+from loopfold.engines.sequential import Sequential
+from loopfold.states import State, alive, detached, leaves, name_of, rebuild
+from loopfold.stepgraph.differentiate import Reverse
+from loopfold.stepgraph.hoist import Loop, needed_for
+from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.trace import Node, Refusal
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A traced and split step, with its reverse steps and the kernels that engines made for it."""
-
-    graph: StepGraph
-    loop: Loop
-    made: dict[Any, Any]  # whatever an engine compiles, under a key of its own
-
-    @cached_property
-    def kept(self) -> tuple[Value, ...]:
-        return kept_values(self.loop)
-
-    @cached_property
-    def inputs_read(self) -> list[int]:
-        """The inputs that the reverse step reads again; the others need not be kept."""
-        reverse = self._reverse((True,) * len(self.loop.emitted))
-        order = ordered(reverse.roots(), stop=(*self.loop.emitted, *self.kept))
-        return sorted({v.index for v in order if v.op == "input"})
-
-    def reverse(self, incoming: Sequence[Tensor | None]) -> Reverse:
-        """The reverse step for gradients that come to those emitted values where `incoming` is not None."""
-        return self._reverse(tuple(g is not None for g in incoming))
-
-    def _reverse(self, arrives: tuple[bool, ...]) -> Reverse:
-        key = ("reverse", arrives)
-        if key not in self.made:
-            self.made[key] = differentiate(self.loop, arrives)
-        return self.made[key]
+class Unsound(Exception):
+    """A kernel that would read memory that nothing has written: a fault of the plan, found before any code runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,60 +79,18 @@ class Saved:
     kept: list[Tensor]
 
 
-# ------------------------------------------------------------------ from a step to its program, once
-
-
-_programs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Program | str]] = weakref.WeakKeyDictionary()
-_MOST = 16  # programs of one module: a step that is another at every call is better run as it is
-
-
-def program_of(recurrence: Recurrence) -> Program:
-    """The program of a step, traced at the first call, and again when something that the trace fixed has changed."""
-    found = recurrence.memo.get("program") or _find(recurrence)
-    recurrence.memo["program"] = found
-    if isinstance(found, str):
-        raise Refusal(found)
-    return found
-
-
-def _find(recurrence: Recurrence) -> Program | str:
-    f, x = recurrence.f, recurrence.x
-    if not isinstance(f, nn.Module):
-        return "it is a plain function, which may read anything anew at every call; an nn.Module is compiled."
-    known = _programs.setdefault(f, {})
-    sizes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves(recurrence.state)]
-    key = (fingerprint(f), None if x is None else (x.shape[2:], x.dtype), _types(recurrence.state), *sizes)
-    if key not in known:
-        if len(known) == _MOST:
-            return "it has changed at too many calls. What changes should be a buffer: self.register_buffer(...)."
-        known[key] = _make(f, x, recurrence.state)
-    return known[key]
-
-
-def _types(state: State) -> Any:
-    return None if isinstance(state, Tensor) else (type(state), *map(_types, state))
-
-
-def _make(f: nn.Module, x: Tensor | None, state: State) -> Program | str:
-    """A program, or why there can be none: as words, since an exception would keep alive all that it has seen."""
-    try:
-        graph = trace(f, None if x is None else x[0], state)
-        program = Program(graph, hoist(graph), {})
-        _ = program.inputs_read  # derives the reverse step and what it needs
-        return program
-    except Refusal as reason:
-        return str(reason)
-
-
 def compiled_refusal(recurrence: Recurrence) -> str | None:
-    """Why no compiling engine can run this, or None."""
+    """Why no compiling engine can run this call, or None. What the call decides is asked first, and not remembered."""
     if torch.is_autocast_enabled(leaves(recurrence.state)[0].device.type):
         return "torch.autocast chooses dtypes operation by operation."
     tensors = [t for t in (recurrence.x, *leaves(recurrence.state)) if t is not None]
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "it is called inside a torch.func transform or forward-mode differentiation."
-    if any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
+    if any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided for t in tensors):
         return "it is called on a special kind of tensor."
+    modes = _get_current_function_mode_stack()
+    if torch._C._len_torch_dispatch_stack() or any(not isinstance(mode, DeviceContext) for mode in modes):
+        return "it is called under a mode that watches or changes torch's operations."
     try:
         program_of(recurrence)
     except Refusal as reason:
@@ -164,8 +102,77 @@ def compiled_refusal(recurrence: Recurrence) -> str | None:
 
 
 def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> State:
-    """Run a recurrence through its program: once, before, the loop, after."""
-    program = program_of(recurrence)
+    """Run a recurrence through its program, and check it. What is not right is never returned.
+
+    If a check fails, the step is traced anew, since something that its trace fixed may have changed unseen; if it fails
+    again, `Sequential` runs the recurrence, now and from now on, and says so.
+    """
+    doubted: list[int] = []
+    states, reason = _checked(engine, kernel, recurrence, doubted)
+    if reason is None:
+        return states
+    forget(recurrence)
+    try:
+        states, reason = _checked(engine, kernel, recurrence, doubted)
+    except Refusal as refusal:  # the step has become one that cannot be compiled
+        reason = str(refusal)
+    if reason is None:
+        return states
+    _distrust(engine, recurrence, reason)
+    return Sequential().run(recurrence)
+
+
+def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: list[int]) -> tuple[State, str | None]:
+    """The states, and what is wrong with them, if that was looked at and found; `doubted` are steps to look at."""
+    found = program_of(recurrence)
+    watch = found.program.watch
+    begin = time.perf_counter()
+    try:
+        states = _run(engine, kernel, recurrence, found)
+    except Unsound as fault:
+        return None, str(fault)
+    end = time.perf_counter()
+    on_gpu = leaves(states)[0].device.type == "cuda"
+    wait = not on_gpu or watch.answered() or watch.runs < FIRST
+    if not (watch.due(end - begin) or (on_gpu and wait)) or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        return states, None
+    doubted.append(step_to_check(recurrence, watch.runs))
+    reason = None
+    try:
+        if wait:
+            reason = next(filter(None, (disagreement(recurrence, states, t) for t in doubted)), None)
+        else:  # the answer is read at a later run, so that nobody waits for the GPU
+            watch.ask(agrees_later(recurrence, states, doubted[-1]))
+    except Exception as error:  # the step itself fails there, and `Sequential` will say how
+        reason = f"the step fails: {error}"
+    watch.paid(time.perf_counter() - end)
+    if reason is None and wait and leaves(states)[0].requires_grad and watch.guards_gradients():
+        again = partial(_run_again, engine, kernel, found)
+        guard = Guard(recurrence, detached(states), again, watch, partial(_distrust, engine, recurrence))
+        states = guarded(guard, states)
+    return states, reason
+
+
+def _run_again(engine: Engine, kernel: Kernel, found: Found, recurrence: Recurrence) -> State:
+    return _run(engine, kernel, recurrence, found)
+
+
+def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:
+    """Use the program of a step no more, and say so."""
+    name = type(engine).__name__
+    with suppress(Refusal):
+        program_of(recurrence).program.watch.distrusted = f"its compiled run was wrong: {reason}."
+    warnings.warn(
+        f"{name} was wrong about {name_of(recurrence.f)}, so lf.Sequential() runs it: {reason}. "
+        "Either the step depends on something that Loopfold does not see, or this is a fault in Loopfold.",
+        EngineWarning,
+        stacklevel=2,
+    )
+
+
+def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -> State:
+    """Once, before, the loop, after."""
+    program = found.program
     loop, graph, tau = program.loop, program.graph, recurrence.steps
     start = leaves(recurrence.state)
     batch = start[0].shape[0]
@@ -173,6 +180,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
 
     assert isinstance(recurrence.f, nn.Module)
     values: dict[Node, Any] = {node: _tensor(recurrence.f, name) for name, node in graph.parameters.items()}
+    values |= zip(graph.numbers, found.numbers, strict=True)
     outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
     many, which = rows, None
     if graph.x is not None:
@@ -183,7 +191,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
             many = len(x)
         values[graph.x] = x
     loop.run([*loop.checks, *(n for r in (*loop.constants, *loop.inputs) for n in r.nodes())], values, many)
-    constants = [recipe.make(values) for recipe in loop.constants]
+    constants = [_as_row(recipe.make(values), start[0]) for recipe in loop.constants]
     inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
     if which is not None:
         inputs = [F.embedding(which, table) for table in inputs]
@@ -217,6 +225,10 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         else:
             results.append(emitted[leaf])
     return rebuild(graph.structure, results)
+
+
+def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
+    return constant if isinstance(constant, Tensor) else like.new_full((1,), constant)
 
 
 def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:
@@ -261,18 +273,51 @@ class _Loop(torch.autograd.Function):
             return taken
 
         program, call = ctx.program, ctx.call
+        needs = ctx.needs_input_grad[6:]
         constants = take(n_constants)
         read = dict(zip(program.inputs_read, take(len(program.inputs_read)), strict=True))
         inputs = [read.get(i) for i in range(n_inputs)]
         saved = Saved(constants, inputs, take(n_state), take(n_emitted), tensors)
-        with torch.no_grad():
-            gs = [None if g is None else g.contiguous() for g in incoming]
+
+        def back(*arriving: Tensor | None) -> list[Tensor | None]:
+            gs = [None if g is None else g.contiguous() for g in arriving]
             found = ctx.kernel.backward(program, call, saved, gs)
-            results = _collect(program, saved, program.reverse(gs), found, ctx.needs_input_grad[6:])
+            return _collect(program, saved, program.reverse(gs), found, needs)
+
+        with torch.no_grad():
+            results = _each(back, incoming) if torch._C._are_functorch_transforms_active() else back(*incoming)
         if torch.is_grad_enabled():  # someone wants to differentiate this gradient
             name = type(ctx.engine).__name__
             results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
         return (*[None] * 6, *results)
+
+
+def _each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """`back`, for gradients that come many at a time (vmap, is_grads_batched): for one after the other."""
+    results = iter(_OneByOne.apply(back, *incoming))
+    return [next(results) if there else None for there in back.there]  # type: ignore[attr-defined]
+
+
+class _OneByOne(torch.autograd.Function):
+    @staticmethod
+    def forward(back: Callable[..., list[Tensor | None]], *incoming: Tensor | None) -> tuple[Tensor, ...]:
+        results = back(*incoming)
+        back.there = [g is not None for g in results]  # type: ignore[attr-defined]
+        return tuple(g for g in results if g is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], back: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        def one(i: int) -> list[Tensor | None]:
+            pairs = zip(incoming, in_dims[1:], strict=True)
+            return [g if g is None or dim is None else g.select(dim, i) for g, dim in pairs]
+
+        rows = [_OneByOne.apply(back, *one(i)) for i in range(info.batch_size)]
+        results = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+        return results, (0,) * len(results)
 
 
 def _collect(

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Program, Saved, compiled_refusal, run_compiled
+from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, compiled_refusal, run_compiled
 from loopfold.engines.plan import Place, Source
+from loopfold.engines.programs import Program
 from loopfold.states import State, leaves, whole_number
 from loopfold.stepgraph.loop import Value
 

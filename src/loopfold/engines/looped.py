@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Program, Saved, compiled_refusal, run_compiled
+from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, compiled_refusal, run_compiled
+from loopfold.engines.programs import Program
 from loopfold.states import State
 from loopfold.stepgraph.loop import Value, ordered
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from loopfold.engines.compiled import Unsound
 from loopfold.engines.plan import Place, Plan, Source
 from loopfold.engines.vectors import Vectors
 from loopfold.stepgraph.loop import LEAVES, POINTWISE, Value, ordered
@@ -47,10 +48,6 @@ class Shape:
         most = min(8, max(1, (self.machine.registers - 6) // self.tile))
         size = min(range(1, most + 1), key=lambda v: (-(-vectors // v) * v, -v))  # least waste, then the largest
         return -(-vectors // size), size
-
-
-class Unsound(Exception):
-    """A kernel that would read memory that nothing has written: a fault of the plan, found before any code runs."""
 
 
 def _bits(start: int, width: int) -> int:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.rules import BY_NUMBERS, OF_TRUTH, RULES
-from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph
+from loopfold.stepgraph.rules import BY_NUMBERS, NUMBERS_AT, OF_TRUTH, RULES
+from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph, nodes_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class _Hoist:
 
     def _dependence(self) -> dict[Node, str]:
         """Each node as `once`, `before` or `state`: the most that anything it reads depends on."""
-        found: dict[Node, str] = dict.fromkeys(self.graph.parameters.values(), "once")
+        found: dict[Node, str] = dict.fromkeys((*self.graph.parameters.values(), *self.graph.numbers), "once")
         found |= dict.fromkeys(self.graph.state, "state")
         if self.graph.x is not None:
             found[self.graph.x] = "before"
@@ -226,6 +226,9 @@ class _Hoist:
         rule = RULES.get(node.op)
         if rule is None:
             raise Refusal(f"aten.{node.op} has no kernel.")
+        places = [a for i, a in enumerate(node.args) if i not in NUMBERS_AT.get(node.op, ())]
+        if any(n in self.graph.numbers for n in nodes_in((*places, *node.kwargs.values()))):
+            raise Refusal(f"aten.{node.op} has a kernel for fixed numbers only.")
         arguments = [self._argument(a) for a in node.args]
         if node.dtype == torch.bool and node.op not in OF_TRUTH:
             if node.op not in BY_NUMBERS:
@@ -255,12 +258,14 @@ class _Hoist:
             return self.builder.number(a)
         if len(a.shape) > 2 or (len(a.shape) == 2 and a.shape[0] != 1):
             raise Refusal(f"{a.name} has shape {a.shape}; beside rows [batch, n] a kernel needs [n] or one number.")
+        if a.op == "number":  # a plain number, which a call makes a row
+            return self.constant(Recipe(lambda number: number, (a,)), 1, ("row", a))
         self._check_dtype(a)
         width, dtype = a.shape[-1] if a.shape else 1, self.dtype
         return self.constant(Recipe(lambda t: t.reshape(-1).to(dtype).contiguous(), (a,)), width, ("row", a))
 
     def _check_dtype(self, node: Node) -> None:
-        """As torch has it, one number, and whole numbers, take on the dtype of the rows that they meet; others do not."""
+        """As torch has it, one number, and whole numbers, take on the dtype of the rows that they meet; no others."""
         assert node.dtype is not None
         weak = not node.dtype.is_floating_point or not node.shape
         if node.dtype.is_complex or (node.dtype != self.dtype and not weak):
@@ -356,7 +361,7 @@ def _product_and_row(terms: list[Value], recipes: list[Recipe]) -> Recipe | None
         return None
     row, product = recipes if terms[0].op == "constant" else recipes[::-1]
     node = product.parts[0]
-    if not isinstance(node, Node) or node.op != "mm":
+    if not isinstance(node, Node) or node.op != "mm" or getattr(row.parts[0], "op", "") == "number":
         return None
     return Recipe(torch.addmm, (row, *node.args))
 

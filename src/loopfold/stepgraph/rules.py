@@ -16,6 +16,12 @@ OF_TRUTH = {"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "bitwise_and", "l
 OF_TRUTH |= {"logical_not", "bitwise_not", "clone", "alias", "detach", "_to_copy", "getitem"}
 BY_NUMBERS = {"add", "mul", "maximum", "minimum", "where", "cat", "slice", "unsqueeze", "squeeze", "view", "reshape"}
 BY_NUMBERS |= {"_unsafe_view", "expand"}
+# Where a number may be another at every call: operation -> places among its arguments
+NUMBERS_AT: dict[str, tuple[int, ...]] = dict.fromkeys(
+    ("add", "sub", "mul", "div", "rsub", "maximum", "minimum"), (0, 1)
+)
+NUMBERS_AT |= dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), (0, 1))
+NUMBERS_AT |= {"where": (1, 2), "lerp": (2,), "clamp": (1, 2), "clamp_min": (1,), "clamp_max": (1,)}
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:

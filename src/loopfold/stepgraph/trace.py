@@ -53,7 +53,7 @@ class Node:
 
     def inputs(self) -> list["Node"]:
         """The nodes that this one reads, in order."""
-        return list(_nodes_in((*self.args, *self.kwargs.values())))
+        return list(nodes_in((*self.args, *self.kwargs.values())))
 
     def __str__(self) -> str:
         arguments = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs.items()]
@@ -72,6 +72,7 @@ class StepGraph:
     operations: tuple[Node, ...]  # in the order in which they run
     outputs: tuple[Node, ...]  # the leaves of the state that comes out
     structure: State  # a state with the structure of the one that comes out
+    numbers: tuple[Node, ...] = ()  # numbers of the step that may be others at every call
 
     def __str__(self) -> str:
         def leaf(node: Node) -> str:
@@ -120,18 +121,31 @@ def trace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
     return graph
 
 
+def retrace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
+    """The graph of a step that was traced before, when nothing but numbers has changed since: at one batch size."""
+    _check_traceable(f)
+    batch, _ = _batch_sizes(f, x0, state)
+    one = _record(f, x0, state, batch)
+    return _merge(one, one, batch, batch)
+
+
 def trace_map(f: Step, x0: Tensor | None, state: State) -> StepGraph:
     """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size.
 
     What comes out may be of another size than what goes in, as it is for an output layer.
     """
     _check_traceable(f)
-    tensors = tensors_of(f)
-    taken = {size for t in (*tensors.values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
-    first, second = [p for p in range(1009, 1100, 2) if p not in taken][:2]
+    first, second = _batch_sizes(f, x0, state)
     one = _record(f, x0, state, first)
     _merge(one, _record(f, x0, state, 1), first, 1)  # a step that treats a batch of one in its own way is found here
     return _merge(one, _record(f, x0, state, second), first, second)
+
+
+def _batch_sizes(f: Step, x0: Tensor | None, state: State) -> tuple[int, int]:
+    """Two batch sizes that cannot be taken for another size."""
+    taken = {size for t in (*tensors_of(f).values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
+    first, second = [p for p in range(1009, 1100, 2) if p not in taken][:2]
+    return first, second
 
 
 # ------------------------------------------------------------------ recording
@@ -364,6 +378,53 @@ def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph
     )
 
 
+def with_numbers(known: StepGraph, new: StepGraph) -> tuple[StepGraph | None, tuple[float, ...]]:
+    """`known` with a leaf wherever `new` has another number, and the numbers of `new` in these places.
+
+    The graph is `known` itself where every difference is a leaf of it already, and None where more than numbers differ.
+    """
+    numbers: dict[Node, float] = {}
+    made: dict[Node, Node] = {}
+
+    def both(a: Any, b: Any) -> Any:
+        if isinstance(a, Node) and a.op == "number" and type(b) is float:
+            numbers[a] = b
+            return a
+        if isinstance(a, Node) and isinstance(b, Node) and a.name == b.name:
+            return made[a]
+        if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+            return tuple(both(p, q) for p, q in zip(a, b, strict=True))
+        if type(a) is float and type(b) is float and a.hex() != b.hex():
+            leaf = Node(f"number{len(numbers)}", "number", dtype=torch.float64)
+            numbers[leaf] = b
+            return leaf
+        if type(a) is not type(b) or isinstance(a, Node) or (a is not b and a != b):
+            raise Refusal("more than numbers differ.")
+        return a
+
+    def both_nodes(a: Node, b: Node) -> Node:
+        if (a.op, a.name, a.target, a.dtype) != (b.op, b.name, b.target, b.dtype) or a.kwargs.keys() != b.kwargs.keys():
+            raise Refusal("more than numbers differ.")
+        args, kwargs = both(a.args, b.args), {k: both(v, b.kwargs[k]) for k, v in a.kwargs.items()}
+        made[a] = Node(a.name, a.op, args, kwargs, both(a.shape, b.shape), a.dtype, a.target)
+        return made[a]
+
+    if len(known.operations) != len(new.operations) or known.parameters.keys() != new.parameters.keys():
+        return None, ()
+    try:
+        parameters = {k: both_nodes(p, new.parameters[k]) for k, p in known.parameters.items()}
+        state = tuple(both_nodes(a, b) for a, b in zip(known.state, new.state, strict=True))
+        x = both_nodes(known.x, new.x) if known.x is not None and new.x is not None else None
+        operations = tuple(both_nodes(a, b) for a, b in zip(known.operations, new.operations, strict=True))
+        outputs = both(known.outputs, new.outputs)
+    except Refusal:
+        return None, ()
+    if numbers.keys() == set(known.numbers):
+        return known, tuple(numbers[leaf] for leaf in known.numbers)
+    found = StepGraph(known.name, parameters, state, x, operations, outputs, known.structure, tuple(numbers))
+    return found, tuple(numbers.values())
+
+
 def _is_size(args: tuple[Any, ...]) -> bool:
     """Whether the batch size stands, if anywhere, at the head of a list of sizes."""
     return BATCH not in args and all(BATCH not in a[1:] for a in args if isinstance(a, tuple))
@@ -380,12 +441,13 @@ def _needed(roots: list[Node]) -> set[Node]:
     return seen
 
 
-def _nodes_in(values: Any) -> Iterator[Node]:
+def nodes_in(values: Any) -> Iterator[Node]:
+    """The nodes among arguments, in order."""
     for value in values:
         if isinstance(value, Node):
             yield value
         elif isinstance(value, tuple):
-            yield from _nodes_in(value)
+            yield from nodes_in(value)
 
 
 def _show(value: Any) -> str:

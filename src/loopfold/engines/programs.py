@@ -1,0 +1,180 @@
+"""From a step to its program, made once and kept as long as it is true.
+
+A program is kept under a fingerprint of all that its trace has fixed. When that has changed, the step is traced again:
+if the graph is as before, so is the program; if only numbers differ, they become inputs of the program, and whatever
+they are at later calls, nothing is compiled again.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from loopfold.engines.base import Recurrence
+from loopfold.engines.selfcheck import Watch
+from loopfold.states import State, leaves
+from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
+from loopfold.stepgraph.hoist import Loop, hoist
+from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.trace import Refusal, StepGraph, retrace, trace, with_numbers
+from loopfold.surroundings import fingerprint, only_numbers_differ
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced and split step, with its reverse steps and the kernels that engines made for it."""
+
+    graph: StepGraph
+    loop: Loop
+    made: dict[Any, Any]  # whatever an engine compiles, under a key of its own
+    watch: Watch = field(default_factory=Watch)
+
+    @cached_property
+    def kept(self) -> tuple[Value, ...]:
+        return kept_values(self.loop)
+
+    @cached_property
+    def inputs_read(self) -> list[int]:
+        """The inputs that the reverse step reads again; the others need not be kept."""
+        reverse = self._reverse((True,) * len(self.loop.emitted))
+        order = ordered(reverse.roots(), stop=(*self.loop.emitted, *self.kept))
+        return sorted({v.index for v in order if v.op == "input"})
+
+    def reverse(self, incoming: Sequence[Tensor | None]) -> Reverse:
+        """The reverse step for gradients that come to those emitted values where `incoming` is not None."""
+        return self._reverse(tuple(g is not None for g in incoming))
+
+    def _reverse(self, arrives: tuple[bool, ...]) -> Reverse:
+        key = ("reverse", arrives)
+        if key not in self.made:
+            self.made[key] = differentiate(self.loop, arrives)
+        return self.made[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The program of a step as the step is now, with the numbers that it takes as inputs."""
+
+    program: Program
+    numbers: tuple[float, ...] = ()
+
+
+MOST = 16  # programs of one module for one size: a step that is another at every call is better run as it is
+MOST_KEYS = 64  # fingerprints that are remembered for a module
+TOO_MANY = "it has changed at too many calls. What changes should be a number, or a buffer: self.register_buffer(...)."
+
+
+@dataclass(eq=False)
+class _Shelf:
+    """What is known of one module: the program, or why there is none, by (sizes, fingerprint); and by sizes alone."""
+
+    found: dict[Any, Found | str] = field(default_factory=dict)
+    programs: dict[Any, list[Program]] = field(default_factory=dict)
+
+
+_shelves: weakref.WeakKeyDictionary[nn.Module, _Shelf] = weakref.WeakKeyDictionary()
+lock = threading.RLock()  # one thread traces or compiles at a time; the others find what it made
+
+
+def _new_lock() -> None:
+    global lock
+    lock = threading.RLock()  # in a forked process nobody would ever let go of the old one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def program_of(recurrence: Recurrence) -> Found:
+    """The program of a step, traced at the first call, and again when something that the trace fixed has changed."""
+    found = recurrence.memo.get("program")
+    if found is None:
+        with lock:
+            found = recurrence.memo["program"] = _find(recurrence)
+    if isinstance(found, Found) and found.program.watch.distrusted is not None:
+        raise Refusal(found.program.watch.distrusted)
+    if isinstance(found, str):
+        raise Refusal(found)
+    return found
+
+
+def forget(recurrence: Recurrence) -> None:
+    """Let the step be traced anew, whatever its fingerprint says."""
+    with lock:
+        _shelves.pop(recurrence.f, None)  # type: ignore[call-overload]
+        recurrence.memo.clear()
+
+
+def _find(recurrence: Recurrence) -> Found | str:
+    f, x, state = recurrence.f, recurrence.x, recurrence.state
+    if not isinstance(f, nn.Module):
+        return "it is a plain function, which may read anything anew at every call; an nn.Module is compiled."
+    shelf = _shelves.setdefault(f, _Shelf())
+    of_state = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves(state))
+    sizes = (of_state, None if x is None else (x.shape[2:], x.dtype), _types(state))
+    key = (sizes, fingerprint(f))
+    if key not in shelf.found:
+        x0 = None if x is None else x[0]
+        try:
+            found: Found | str = _make(f, x0, state, shelf, key)
+        except Refusal as reason:
+            found = str(reason)  # as words, since an exception would keep alive all that it has seen
+        if len(shelf.found) == MOST_KEYS:
+            del shelf.found[next(iter(shelf.found))]
+        shelf.found[key] = found
+    return shelf.found[key]
+
+
+def _types(state: State) -> Any:
+    return None if isinstance(state, Tensor) else (type(state), *map(_types, state))
+
+
+def _make(f: nn.Module, x0: Tensor | None, state: State, shelf: _Shelf, key: Any) -> Found:
+    sizes, marks = key
+    programs = shelf.programs.setdefault(sizes, [])
+    if any(of == sizes and only_numbers_differ(before, marks) for of, before in shelf.found):
+        found = _same_but_for_numbers(programs, retrace(f, x0, state))
+        if found is not None:
+            return found
+    graph = trace(f, x0, state)
+    found = _same_but_for_numbers(programs, graph)
+    if found is not None:
+        return found
+    if len(programs) == MOST:
+        raise Refusal(TOO_MANY)
+    for general, numbers in _generalised(programs, graph):
+        programs.append(general)
+        return Found(general, numbers)
+    programs.append(_compile(graph))
+    return Found(programs[-1])
+
+
+def _same_but_for_numbers(programs: list[Program], graph: StepGraph) -> Found | None:
+    """The program that `graph` is, where its numbers are inputs of that program or the same."""
+    for program in reversed(programs):
+        general, numbers = with_numbers(program.graph, graph)
+        if general is program.graph:
+            return Found(program, numbers)
+    return None
+
+
+def _generalised(programs: list[Program], graph: StepGraph) -> Iterator[tuple[Program, tuple[float, ...]]]:
+    """Programs that have those numbers as inputs by which `graph` differs from a program that is there."""
+    for program in reversed(programs):
+        general, numbers = with_numbers(program.graph, graph)
+        if general is not None:
+            try:
+                yield _compile(general), numbers
+            except Refusal:  # a number in a place where the loop needs to know it
+                continue
+
+
+def _compile(graph: StepGraph) -> Program:
+    program = Program(graph, hoist(graph), {})
+    _ = program.inputs_read  # derives the reverse step and what it needs
+    return program

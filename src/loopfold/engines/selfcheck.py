@@ -1,0 +1,287 @@
+"""Every compiled run checks itself: one of its steps is taken again by the user's own `f`, and compared.
+
+A trace fixes what Python was at one moment, and no fingerprint of Python's world is complete. So one step t, drawn at
+random, is run as it stands, from the state before it,
+
+    state(t) = f(state(t-1), x(t))
+
+and must be what the engine gave; now and then the gradients of two steps are compared too. The first runs of a program
+are always checked, later ones as often as keeps the cost at a hundredth of the time that running takes.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.engines.base import Recurrence
+from loopfold.engines.sequential import Sequential
+from loopfold.states import State, leaves, rebuild
+
+SHARE = 0.01  # of the time that runs take
+FIRST = 3  # runs of a program that are checked whatever it costs
+GUARDED = 1 / 8  # of the later checks, those that look at gradients too
+# How far rounding may take one step apart: of the largest value of a tensor
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+NEIGHBOURS = 16  # nearby inputs, by which it is found whether rounding explains more than that
+
+_draw = random.Random()  # its own: the user's random numbers are not touched
+
+
+@dataclass(eq=False)
+class Watch:
+    """When the runs of a program are checked, and what came of it."""
+
+    distrusted: str | None = None  # why the program is not used any more
+    runs: int = 0
+    credit: float = 0.0  # seconds that checks may take
+    cost: float = 0.0  # of the last check, in seconds
+    guards: int = 0  # runs whose gradients were to be compared too
+    pending: tuple[Tensor, Any] | None = None  # on a GPU: an answer to come, and the event that it waits for
+
+    def due(self, seconds: float) -> bool:
+        """Whether to check the run that has just taken so long."""
+        self.runs += 1
+        self.credit += SHARE * seconds
+        return self.runs <= FIRST or self.credit >= self.cost
+
+    def paid(self, seconds: float) -> None:
+        self.cost = seconds
+        self.credit = self.credit - seconds if self.runs > FIRST else 0.0
+
+    def guards_gradients(self) -> bool:
+        """Whether the gradients of this run, which is checked, are to be compared too."""
+        if self.guards >= FIRST and _draw.random() > GUARDED:
+            return False
+        self.guards += 1
+        return True
+
+    def answered(self) -> bool:
+        """Whether a check on a GPU has come to a bad end since; asked without waiting."""
+        if self.pending is None or not self.pending[1].query():
+            return False
+        agrees, self.pending = bool(self.pending[0]), None
+        return not agrees
+
+    def ask(self, agrees: Tensor) -> None:
+        """Note a check whose answer is still on its way from the GPU."""
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(agrees, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.pending = (answer, event)
+
+
+# ------------------------------------------------------------------ one step forwards
+
+
+def step_to_check(recurrence: Recurrence, runs: int) -> int:
+    """A step that some sequence still takes: the last, the first, then any."""
+    last = recurrence.steps if recurrence.lengths is None else int(recurrence.lengths.max())
+    return {1: last - 1, 2: 0}.get(runs, _draw.randrange(last))
+
+
+def disagreement(recurrence: Recurrence, states: State, t: int) -> str | None:
+    """In words, how step t of `states` differs from what `f` gives there; None where it does not."""
+    ours, step, inputs = _compared(recurrence, states, t)
+    with torch.no_grad():
+        return _differ(ours, step, inputs, f"state({t + 1})")
+
+
+def agrees_later(recurrence: Recurrence, states: State, t: int) -> Tensor:
+    """On a GPU, whether step t agrees within `TOLERANCE`, as a tensor: nobody waits for it."""
+    ours, step, inputs = _compared(recurrence, states, t)
+    with torch.no_grad():
+        theirs = step(*inputs)
+        return torch.stack(_within(ours, theirs, _margins(theirs, inputs))).all()
+
+
+def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tensor], Any, list[Tensor]]:
+    """What the engine gave at step t; the step as a function of tensors; and the tensors that it was taken from."""
+    ours = [leaf[t].detach() for leaf in leaves(states)]
+    before = state_before(recurrence, states, t)
+    inputs = [*before, *([] if recurrence.x is None else [recurrence.x[t].detach()])]
+    alive = None if recurrence.lengths is None else recurrence.alive(t)
+
+    def step(*tensors: Tensor) -> list[Tensor]:
+        state = rebuild(recurrence.state, tensors[: len(before)])
+        new = leaves(recurrence.f(state, *tensors[len(before) :]))
+        return new if alive is None else [torch.where(_rows(alive, leaf), leaf, 0) for leaf in new]
+
+    return ours, step, inputs
+
+
+def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
+    """The state that step t is taken from; a sequence that has ended starts anew, as it does in `Sequential`."""
+    start = [leaf.detach() for leaf in leaves(recurrence.state)]
+    if t == 0:
+        return start
+    before = [leaf[t - 1].detach() for leaf in leaves(states)]
+    if recurrence.lengths is None:
+        return before
+    alive = recurrence.alive(t)
+    return [torch.where(_rows(alive, b), b, s) for b, s in zip(before, start, strict=True)]
+
+
+def _rows(alive: Tensor, leaf: Tensor) -> Tensor:
+    return alive.view(-1, *[1] * (leaf.dim() - 1))
+
+
+# ------------------------------------------------------------------ is it rounding?
+
+
+def _differ(
+    ours: Sequence[Tensor], evaluate: Callable[..., list[Tensor]], inputs: list[Tensor], what: str
+) -> str | None:
+    """How `ours` differs from `evaluate(*inputs)` by more than rounding explains.
+
+    A step may be badly conditioned, or jump: then results for inputs a few roundings away spread as widely, and
+    whatever lies among those is accepted.
+    """
+    theirs = evaluate(*inputs)
+    if [a.shape for a in ours] != [b.shape for b in theirs]:
+        return f"{what} has another size"
+    margins = _margins(theirs, inputs)
+    if all(map(bool, _within(ours, theirs, margins))):
+        return None
+    spread = [theirs] + [evaluate(*map(_nearby, inputs)) for _ in range(NEIGHBOURS)]
+    for i, (a, b, margin) in enumerate(zip(ours, theirs, margins, strict=True)):
+        around = torch.stack([found[i] for found in spread])
+        inside = (a >= around.amin(0) - margin) & (a <= around.amax(0) + margin)
+        inside |= (a.isnan() & around.isnan().any(0)) | (a == b)
+        if not bool(inside.all()):
+            at = tuple((~inside).nonzero()[0].tolist())
+            part = f"{what}, part {i}," if len(ours) > 1 else what
+            return f"{part} at {list(at)} is {float(a[at]):.9g}, and should be {float(b[at]):.9g}"
+    return None
+
+
+def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """How far each may be off: a share of its largest value, or of a thousandth of the largest of all."""
+    largest = [_largest(t) for t in theirs]
+    least = 1e-3 * torch.stack([*largest, *(_largest(t) for t in inputs if t.is_floating_point())]).amax()
+    return [TOLERANCE.get(b.dtype, 0.0) * size.maximum(least) for b, size in zip(theirs, largest, strict=True)]
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return tensor.new_zeros(())
+    size = tensor.abs().amax()
+    return torch.where(size.isfinite(), size, torch.where(tensor.isfinite(), tensor, 0).abs().amax())
+
+
+def _within(ours: Sequence[Tensor], theirs: Sequence[Tensor], margins: Sequence[Tensor]) -> list[Tensor]:
+    return [((a - b).abs() <= m).all() for a, b, m in zip(ours, theirs, margins, strict=True)]
+
+
+def _nearby(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    roundings = 4 if tensor.dtype in (torch.float16, torch.bfloat16) else 64
+    noise = torch.tensor([_draw.uniform(-1, 1) for _ in range(97)], dtype=tensor.dtype, device=tensor.device)
+    noise = noise.repeat(-(-tensor.numel() // 97))[: tensor.numel()].view(tensor.shape)
+    return tensor * (1 + roundings * torch.finfo(tensor.dtype).eps * noise)
+
+
+# ------------------------------------------------------------------ two steps backwards
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """Compares the gradients of an engine with autograd's, before any goes back; if they differ, takes autograd's."""
+
+    recurrence: Recurrence
+    states: State  # detached
+    run: Callable[[Recurrence], State]  # the engine
+    watch: Watch
+    distrust: Callable[[str], None]
+
+    def disagreement(self, arrives: list[bool]) -> str | None:
+        """How the gradients of two steps differ, from gradients at those leaves of the state where some arrive."""
+        full, t = self.recurrence, _draw.randrange(max(1, self.recurrence.steps - 1))
+        if full.lengths is not None:
+            t = min(t, max(0, int(full.lengths.max()) - 2))
+        before = state_before(full, self.states, t)
+        steps = min(2, full.steps - t)
+        x = None if full.x is None else full.x[t : t + steps].detach()
+        lengths = None if full.lengths is None else (full.lengths - t).clamp(1, steps)
+        generator = torch.Generator().manual_seed(_draw.getrandbits(32))
+        shapes = [leaf[:steps].shape for leaf in leaves(self.states)]
+        weights = [torch.randn(shape, generator=generator).to(leaf) for shape, leaf in zip(shapes, before, strict=True)]
+        parameters = _parameters(full)
+
+        def gradients(run: Callable[[Recurrence], State], *tensors: Tensor) -> list[Tensor]:
+            wanted = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+            small = replace(
+                full,
+                x=None if x is None else wanted[-1],
+                steps=steps,
+                state=rebuild(full.state, wanted[: len(before)]),
+                lengths=lengths,
+            )
+            with torch.enable_grad():
+                found = zip(leaves(run(small)), weights, arrives, strict=True)
+                loss = sum((leaf * w).sum() for leaf, w, here in found if here)
+            sources = [*[t for t in wanted if t.requires_grad], *parameters]
+            if not (isinstance(loss, Tensor) and loss.requires_grad):
+                return [torch.zeros_like(t) for t in sources]
+            return list(torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True))
+
+        inputs = [*before, *([] if x is None else [x])]
+        ours = gradients(self.run, *inputs)
+        return _differ(ours, partial(gradients, Sequential().run), inputs, f"a gradient of step {t + 1}")
+
+    def by_definition(self, roots: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of `roots(recurrence)`, by autograd through the whole sequence."""
+        full = self.recurrence
+        state = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves(full.state)]
+        x = None if full.x is None else full.x.detach().requires_grad_(full.x.requires_grad)
+        with torch.enable_grad():
+            states = leaves(Sequential().run(replace(full, x=x, state=rebuild(full.state, state))))
+        pairs = [(leaf, g) for leaf, g in zip(states, incoming, strict=True) if g is not None and leaf.requires_grad]
+        sources = [t for t in (*state, x) if t is not None and t.requires_grad] + _parameters(full)
+        assert len(sources) == len(roots)
+        return torch.autograd.grad([l for l, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+
+
+def _parameters(recurrence: Recurrence) -> list[Tensor]:
+    assert isinstance(recurrence.f, nn.Module)
+    return [p for p in recurrence.f.parameters() if p.requires_grad]
+
+
+def guarded(guard: Guard, states: State) -> State:
+    """`states`, whose gradients are compared when they come back."""
+    full = guard.recurrence
+    roots = [t for t in (*leaves(full.state), full.x) if t is not None and t.requires_grad] + _parameters(full)
+    if any(root._backward_hooks for root in roots):  # they would be called for the comparison too
+        return states
+    parts = leaves(states)
+    return rebuild(states, _Guarded.apply(guard, len(parts), *parts, *roots))
+
+
+class _Guarded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, guard: Guard, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.guard, ctx.count = guard, count
+        ctx.save_for_backward(*tensors[count:])
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        roots, guard = ctx.saved_tensors, ctx.guard
+        if torch._C._are_functorch_transforms_active():  # batched gradients: nothing can be looked at
+            return (None, None, *incoming, *[None] * len(roots))
+        begin = time.perf_counter()
+        reason = guard.disagreement([g is not None for g in incoming])
+        if guard.watch.runs > FIRST:
+            guard.watch.credit -= time.perf_counter() - begin
+        if reason is None:
+            return (None, None, *incoming, *[None] * len(roots))
+        guard.distrust(reason)
+        return (None, None, *[None] * ctx.count, *guard.by_definition(roots, incoming))
