@@ -392,9 +392,11 @@ def test_a_change_of_the_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_never_stays_the_same_is_left_to_the_plain_loop() -> None:
+    """Another number is an input of the program; another operation is another program, and sixteen are enough."""
     cell, x = Changing(), torch.randn(3, 2, 4)
     for i in range(20):
-        cell.options.gain = 1 / (1 + i)
+        cell.activation = lambda v, times=i + 1: v.tanh() if times == 0 else cell.repeat(v, times)
+        cell.repeat = lambda v, times: torch.tanh(v) if times == 0 else cell.repeat(torch.sin(v), times - 1)
         run = lf.unfold(cell, x, state=torch.zeros(2, 4))
         torch.testing.assert_close(
             run.hidden, lf.unfold(cell, x, state=torch.zeros(2, 4), engine=lf.Sequential()).hidden

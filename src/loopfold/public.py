@@ -7,7 +7,7 @@ from loopfold.drawing.draw import draw
 from loopfold.drawing.figure import Drawing, style
 from loopfold.drawing.paint import beside
 from loopfold.engines.auto import Auto
-from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
@@ -90,6 +90,7 @@ __all__ = [
     "Embedded",
     "EncoderDecoder",
     "Engine",
+    "EngineWarning",
     "Feeding",
     "FreeRunning",
     "FusedCPU",

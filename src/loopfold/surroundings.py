@@ -29,6 +29,11 @@ def fingerprint(f: nn.Module) -> tuple[Any, ...]:
     return tuple(_Walk(f).found)
 
 
+def modes_asked_for(f: Callable[..., Any]) -> set[str]:
+    """By which functions of torch's a step asks how it is run."""
+    return _Walk(f).modes
+
+
 def only_numbers_differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether two fingerprints are the same but for the values of floats."""
     if len(one) != len(other):
@@ -134,7 +139,7 @@ def _random_source(value: Any) -> _Kind | None:
 _PLAIN = {int, bool, str, bytes, complex, types.NoneType, torch.dtype, torch.device, torch.Size, range, types.CodeType}
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODES = {"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "get_default_device"}
+_MODES = {"is_grad_enabled", "is_inference_mode_enabled"}
 _MOST = 500  # objects: what lies beyond is known by its identity alone
 _LARGE = 1 << 16  # bytes: of a larger array a sample is compared
 _AGAIN = object()
@@ -146,7 +151,9 @@ class _Walk:
     def __init__(self, f: Any) -> None:
         self.found: list[Any] = [torch.get_default_dtype()]
         self.mutable: list[tuple[str, Any, _Kind]] = []  # label, thing, how it is read
+        self.modes: set[str] = set()  # what is asked about the way in which torch runs
         self.label = ""
+        self._classes: set[type] = set()
         self._met: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no two things met have had the same id
         if not isinstance(f, nn.Module):
@@ -232,7 +239,8 @@ class _Walk:
             self._value(cell)
         names = _names(function.__code__)
         if not names.isdisjoint(_MODES):
-            self.found += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.get_default_device()))
+            self.modes |= names & _MODES
+            self.found.append(torch.is_grad_enabled())
         outside = function.__globals__
         self.mutable.append((f"a global of {function.__name__}", (outside, names), _GLOBALS))
         for name in sorted(names):
@@ -272,7 +280,8 @@ class _Walk:
             if _is_foreign(base.__module__):
                 continue
             self.found.append(base)
-            if self._meet(base):
+            if base not in self._classes:
+                self._classes.add(base)
                 self.mutable.append((base.__name__, base, _SET_ON))
                 for name, value in vars(base).items():
                     if not name.startswith("__") or name in ("__call__", "__getattr__"):

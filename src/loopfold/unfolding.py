@@ -1,6 +1,11 @@
 """Unfolding: the same step at every moment of a sequence."""
 
+import functools
+import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +37,29 @@ class Unfolding:
         return f"Unfolding(states={describe(self.states)}, last={describe(self.last)})"
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _outside_of_torch_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function`, which torch.compile leaves as it is: it has a compiler of its own.
+
+    As torch.compiler.disable, but torch's compiler is not imported for those who never use it.
+    """
+    wrapped: list[Callable[_P, _R]] = []
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not wrapped:
+            wrapped.append(torch.compiler.disable(function))
+        return wrapped[0](*args, **kwargs)
+
+    return call
+
+
+@_outside_of_torch_compile
 def unfold(
     f: Step,
     x: Tensor | None = None,
@@ -78,6 +106,8 @@ def checked(
         raise TypeError(f"unfold needs a step, not its class: type {f.__name__}(...) with its sizes.")
     if not callable(f):
         raise TypeError(f"unfold needs a step f(state, x) -> state; a {type(f).__name__} came.")
+    if x is not None:
+        check_order(f)
     if x is None:
         if steps is None:
             raise ValueError("unfold needs an input x [τ, batch, n_in], or steps=τ where there is none.")
@@ -102,6 +132,31 @@ def checked(
         if checked_lengths is not None:
             x = _without_padding(x, checked_lengths)
     return Recurrence(f, x, tau, state, checked_lengths)
+
+
+_INPUTS = {"x", "x_t", "xt", "xs", "input", "inputs", "input_", "inp", "token", "tokens"}
+_STATES = {"h", "hx", "h_t", "ht", "hc", "h_prev", "state", "states", "hidden", "hidden_state", "carry", "memory"}
+
+
+def check_order(f: Step) -> None:
+    """That `f` takes the state first: where both have one size, an exchange of the two would not be seen otherwise."""
+    names = _arguments(type(f).forward if isinstance(f, nn.Module) else f)
+    if len(names) < 2 or names[0].lower() not in _INPUTS or names[1].lower() not in _STATES:
+        return
+    name, order = name_of(f), f"({names[0]}, {names[1]})"
+    ours = {"RNNCell": "Elman", "LSTMCell": "LSTM", "GRUCell": "GRU"}.get(type(f).__name__)
+    better = f"lf.{ours}(n_in, n), which is the same network, or " if ours and isinstance(f, nn.RNNCellBase) else ""
+    raise TypeError(
+        f"{name} takes {order}, the input first; a step takes the state first: f(state, x). Type {better}"
+        f"a module with def forward(self, h, x): return self.cell(x, h)."
+    )
+
+
+def _arguments(function: Callable[..., object]) -> tuple[str, ...]:
+    """The names of what a step is given, without `self`; none where it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return names[1:] if names[:1] == ("self",) else names
 
 
 def check_steps(tau: int) -> None:

@@ -1,8 +1,11 @@
 """Auto: the fastest engine that does not refuse, and the reasons in words."""
 
+import warnings
 from dataclasses import dataclass
 
-from loopfold.engines.base import Engine, Recurrence
+from torch import nn
+
+from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.programs import Program, program_of
@@ -19,7 +22,11 @@ class Auto(Engine):
         return None
 
     def run(self, recurrence: Recurrence) -> State:
-        return self.choose(recurrence)[0].run(recurrence)
+        engine, why = self.choose(recurrence)
+        states = engine.run(recurrence)
+        if isinstance(engine, Sequential) and recurrence.memo.get("program") and isinstance(recurrence.f, nn.Module):
+            _tell_once(recurrence.f, why)
+        return states
 
     def choose(self, recurrence: Recurrence) -> tuple[Engine, str]:
         """The engine, and why."""
@@ -32,6 +39,20 @@ class Auto(Engine):
         if other is None:
             return Looped(), f"FusedCPU cannot run it: {reason}"
         return Sequential(), f"it cannot be compiled: {other}"
+
+
+_told: set[tuple[type, str]] = set()
+
+
+def _tell_once(f: nn.Module, why: str) -> None:
+    """Of every class once: what was meant to be compiled runs as a Python loop, many times slower."""
+    if (type(f), why) not in _told:
+        _told.add((type(f), why))
+        warnings.warn(
+            f"{name_of(f)} runs as a Python loop: {why} Type engine=lf.Sequential() if that is meant.",
+            EngineWarning,
+            stacklevel=2,
+        )
 
 
 def explain(engine: Engine, recurrence: Recurrence) -> str:

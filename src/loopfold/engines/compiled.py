@@ -22,13 +22,14 @@ from torch.utils._device import DeviceContext
 
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.programs import Found, Program, forget, program_of
-from loopfold.engines.selfcheck import FIRST, Guard, agrees_later, disagreement, guarded, step_to_check
+from loopfold.engines.selfcheck import FIRST, Guard, agrees_later, come_many, disagreement, guarded, step_to_check
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.hoist import Loop, needed_for
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.trace import Node, Refusal
+from loopfold.surroundings import global_hooks
 
 
 class Unsound(Exception):
@@ -91,6 +92,8 @@ def compiled_refusal(recurrence: Recurrence) -> str | None:
     modes = _get_current_function_mode_stack()
     if torch._C._len_torch_dispatch_stack() or any(not isinstance(mode, DeviceContext) for mode in modes):
         return "it is called under a mode that watches or changes torch's operations."
+    if global_hooks():
+        return "hooks are set for all modules, which a compiled step would not call."
     try:
         program_of(recurrence)
     except Refusal as reason:
@@ -285,7 +288,7 @@ class _Loop(torch.autograd.Function):
             return _collect(program, saved, program.reverse(gs), found, needs)
 
         with torch.no_grad():
-            results = _each(back, incoming) if torch._C._are_functorch_transforms_active() else back(*incoming)
+            results = _each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():  # someone wants to differentiate this gradient
             name = type(ctx.engine).__name__
             results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
@@ -293,9 +296,17 @@ class _Loop(torch.autograd.Function):
 
 
 def _each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """`back`, for gradients that come many at a time (vmap, is_grads_batched): for one after the other."""
-    results = iter(_OneByOne.apply(back, *incoming))
-    return [next(results) if there else None for there in back.there]  # type: ignore[attr-defined]
+    """`back`, for gradients that come many at a time: for one after the other."""
+    if torch._C._are_functorch_transforms_active():
+        results = iter(_OneByOne.apply(back, *incoming))
+        return [next(results) if there else None for there in back.there]  # type: ignore[attr-defined]
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    many = [None if g is None else torch._remove_batch_dim(g, level, 1, 0) for g in incoming]
+    count = next(len(g) for g in many if g is not None)
+    rows = [back(*[None if g is None else g[i] for g in many]) for i in range(count)]
+    columns = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+    return [None if column is None else torch._add_batch_dim(column, 0, level) for column in columns]
 
 
 class _OneByOne(torch.autograd.Function):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, compiled_refusal, run_compiled
+from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, Unsound, compiled_refusal, run_compiled
 from loopfold.engines.plan import Place, Source
-from loopfold.engines.programs import Program
+from loopfold.engines.programs import Program, alone
 from loopfold.states import State, leaves, whole_number
 from loopfold.stepgraph.loop import Value
 
@@ -127,7 +127,9 @@ class _FusedKernel(Kernel):
         tile = _tile(call.batch, self.threads)
         key = ("fused", what, dtype, tile, call.lengths is not None)
         if key not in program.made:
-            program.made[key] = _Native.compile(f"{program.graph.name} {what[0]}", source(), dtype, tile)
+            with alone():
+                if key not in program.made:
+                    program.made[key] = _Native.compile(f"{program.graph.name} {what[0]}", source(), dtype, tile)
         return program.made[key]
 
 
@@ -190,6 +192,8 @@ class _Native:
             first, last = (tiles * i // shares) * self.tile, (tiles * (i + 1) // shares) * self.tile
             own = {("scratch", 0): scratch[i]} | {("sum", k): s[i] for k, s in enumerate(sums)}
             tensors = [own[key] if key in own else packed[key] if key in packed else buffers[key] for key in self.table]
+            if not all(t.dtype == like.dtype and t.is_contiguous() for t in tensors):  # addresses say nothing of that
+                raise Unsound(f"a kernel for {like.dtype} was given other rows.")
             pointers = (ctypes.c_int64 * len(tensors))(*[t.data_ptr() for t in tensors])
             held.append(pointers)
             end = 0 if lengths is None else lengths.data_ptr()

@@ -119,7 +119,8 @@ def _generate(
     lines = ["def run(call, S, C, R, like, backwards):", "    T, B = call.steps, call.batch"]
     lines += [f"    {names[v]} = {_source(v, leaf, names, '(T, B)')}" for v in before]
     lines += [f"    {names[v]}_s = {names[v]}.expand(T, B, {v.width}).unbind(0)" for v in sequences]
-    lines += [f"    {names[v]}_b = like.new_empty(T, B, {v.width})" for v in stored]
+    dtypes = {v: ", dtype=torch.bool" if v.is_bool else "" for v in stored}
+    lines += [f"    {names[v]}_b = like.new_empty(T, B, {v.width}{dtypes[v]})" for v in stored]
     lines += [f"    {names[v]}_o = {names[v]}_b.unbind(0)" for v in stored]
     rows = [f"row{k}" for k in range(len(carried))]
     lines += [f"    {row} = R['{name}']" for row, (name, _) in zip(rows, carried, strict=True)]
@@ -144,7 +145,11 @@ def _generate(
         target = f"{names[v]}_o[t]" if v in stored and not masked else None
         lines.append(f"        {names[v]} = {_source(v, here, inside, '(B,)', target, skip.get(v))}")
     if masked:
-        lines += [f"        torch.where(alive[t], {names[v]}, zero, out={names[v]}_o[t])" for v in stored]
+        for v in stored:
+            keep = f"({names[v]} & alive[t]" if v.is_bool else f"where(alive[t], {names[v]}, zero"
+            lines.append(
+                f"        {names[v]}_o[t].copy_{keep})" if v.is_bool else f"        torch.{keep}, out={names[v]}_o[t])"
+            )
     after_step = [inside[v] if v.op != "number" else f"like.new_full((B, 1), {v.index!r})" for v in roots]
     updates = [
         f"torch.where(alive[t], {value}, {row})" if masked else value

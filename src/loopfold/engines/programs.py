@@ -78,12 +78,17 @@ class _Shelf:
 
 
 _shelves: weakref.WeakKeyDictionary[nn.Module, _Shelf] = weakref.WeakKeyDictionary()
-lock = threading.RLock()  # one thread traces or compiles at a time; the others find what it made
+_lock = threading.RLock()
+
+
+def alone() -> threading.RLock:
+    """`with alone():` one thread at a time traces or compiles; the others then find what it made."""
+    return _lock
 
 
 def _new_lock() -> None:
-    global lock
-    lock = threading.RLock()  # in a forked process nobody would ever let go of the old one
+    global _lock
+    _lock = threading.RLock()  # in a forked process nobody would ever let go of the old one
 
 
 if hasattr(os, "register_at_fork"):
@@ -94,7 +99,7 @@ def program_of(recurrence: Recurrence) -> Found:
     """The program of a step, traced at the first call, and again when something that the trace fixed has changed."""
     found = recurrence.memo.get("program")
     if found is None:
-        with lock:
+        with alone():
             found = recurrence.memo["program"] = _find(recurrence)
     if isinstance(found, Found) and found.program.watch.distrusted is not None:
         raise Refusal(found.program.watch.distrusted)
@@ -105,7 +110,7 @@ def program_of(recurrence: Recurrence) -> Found:
 
 def forget(recurrence: Recurrence) -> None:
     """Let the step be traced anew, whatever its fingerprint says."""
-    with lock:
+    with alone():
         _shelves.pop(recurrence.f, None)  # type: ignore[call-overload]
         recurrence.memo.clear()
 

@@ -275,7 +275,7 @@ class _Guarded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
         roots, guard = ctx.saved_tensors, ctx.guard
-        if torch._C._are_functorch_transforms_active():  # batched gradients: nothing can be looked at
+        if come_many(incoming):  # then no value can be looked at
             return (None, None, *incoming, *[None] * len(roots))
         begin = time.perf_counter()
         reason = guard.disagreement([g is not None for g in incoming])
@@ -285,3 +285,9 @@ class _Guarded(torch.autograd.Function):
             return (None, None, *incoming, *[None] * len(roots))
         guard.distrust(reason)
         return (None, None, *[None] * ctx.count, *guard.by_definition(roots, incoming))
+
+
+def come_many(incoming: Sequence[Tensor | None]) -> bool:
+    """Whether each stands for many gradients at once: under torch.vmap, or with is_grads_batched."""
+    legacy = any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in incoming)
+    return legacy or torch._C._are_functorch_transforms_active()

@@ -98,8 +98,6 @@ def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
         raise Refusal("aten.pow has a kernel for a fixed exponent only.")
     if exponent == 2:
         return hoist.builder.mul(v, v)
-    if exponent == 0:
-        return hoist.builder.expand(hoist.builder.number(1), v.width)  # for nan too, and with no gradient
     named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if exponent in named:
         return hoist.builder.make(named[exponent], v)

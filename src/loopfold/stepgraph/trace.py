@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from loopfold.states import State, Step, leaves, name_of, rebuild, zero_state
-from loopfold.surroundings import global_hooks, unchanged
+from loopfold.surroundings import modes_asked_for, unchanged
 
 
 class Refusal(Exception):
@@ -167,8 +167,6 @@ def _check_traceable(f: Step) -> None:
             if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
                 kind = "sparse" if tensor.layout != torch.strided else f"a {type(tensor).__name__}"
                 raise Refusal(f"its {name} is {kind}; a kernel needs plain dense tensors.")
-    if global_hooks():
-        raise Refusal("hooks are set for all modules, which a compiled step would not call.")
     if nn.utils.parametrize._cache_enabled:
         raise Refusal("parametrize.cached() holds tensors from one call to the next.")
 
@@ -191,6 +189,8 @@ class _Stand(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") in _WATCHES:
             raise Refusal(f"it calls .{func.__name__}(), which a compiled step would not.")
+        if getattr(func, "__self__", None) is Tensor.requires_grad:
+            raise Refusal("it asks whether a tensor needs a gradient.")
         return func(*_stood(self.fakes, args), **_stood(self.fakes, kwargs or {}))
 
 
@@ -201,9 +201,9 @@ def _stood(fakes: dict[int, Tensor], arguments: Any) -> Any:
 class _Recorder(TorchDispatchMode):
     """Writes down every operation. Values are known by the identity of their tensor."""
 
-    def __init__(self, fakes: dict[int, Tensor]) -> None:
+    def __init__(self, fakes: dict[int, Tensor], gradients: bool) -> None:
         super().__init__()
-        self.fakes = fakes
+        self.fakes, self.gradients = fakes, gradients
         self.nodes: list[Node] = []
         self.known: dict[int, tuple[Node, Tensor]] = {}  # the tensor is held, so that its id stays its own
         self.names: dict[str, int] = {}
@@ -224,7 +224,7 @@ class _Recorder(TorchDispatchMode):
             raise Refusal(f"it draws random numbers (aten.{op}), which differ at every step.")
         if func._schema.is_mutable:
             raise Refusal(f"it, or something that it calls, updates a tensor in place (aten.{op}). Make a new tensor.")
-        if not torch.is_grad_enabled():
+        if self.gradients and not torch.is_grad_enabled():
             raise Refusal("it switches gradients off (torch.no_grad, where .detach() would do, or autograd.Function).")
         result = func(*args, **kwargs)
         inputs = tuple(self._lookup(a) for a in args), {k: self._lookup(v) for k, v in kwargs.items()}
@@ -267,6 +267,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
+    """The graph of one call of `f`. Gradients are on, so that torch.no_grad() inside the step is seen."""
+    asks = modes_asked_for(f)
+    if "is_inference_mode_enabled" in asks:
+        raise Refusal("it asks for the inference mode.")
+    gradients = torch.is_grad_enabled() if "is_grad_enabled" in asks else True
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # in that mode layers are not taken apart
+        return _recorded(f, x0, state, batch, gradients)
+
+
+def _recorded(f: Step, x0: Tensor | None, state: State, batch: int, gradients: bool) -> StepGraph:
     fake = FakeTensorMode()
 
     def blank(like: Tensor, *shape: int) -> Tensor:
@@ -277,16 +287,12 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     inputs = [blank(leaf, batch, *leaf.shape[1:]) for leaf in leaves(state)]
     x = None if x0 is None else blank(x0, batch, *x0.shape[1:])
     fakes = {id(t): blank(t, *t.shape) for t in own.values()}
-    recorder = _Recorder(fakes)
+    recorder = _Recorder(fakes, gradients)
     state_nodes = tuple(recorder.leaf("state", k, t) for k, t in zip(_state_names(f, state), inputs, strict=True))
     x_node = None if x is None else recorder.leaf("x", "x", x)
     parameters = {name: recorder.leaf("parameter", name, fakes[id(t)]) for name, t in own.items()}
     arguments = (rebuild(state, inputs), *([] if x is None else [x]))
-    # gradients stay on, so that torch.no_grad() inside the step is seen; the fake tensors themselves need none
-    alone = (torch.inference_mode(False), torch.enable_grad(), _quiet(), fake, recorder, _Stand(fakes))
-    with unchanged(f) as changed, ExitStack() as stack:
-        for context in alone:
-            stack.enter_context(context)
+    with unchanged(f) as changed, _quiet(), fake, recorder, _Stand(fakes):
         try:
             new = f(*arguments)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -344,7 +350,8 @@ def _merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph
             return tuple(merged(p, q) for p, q in zip(a, b, strict=True))
         if type(a) is int and type(b) is int and (a, b) == (first, second):
             return BATCH
-        if type(a) is not type(b) or (a != b and a is not b):
+        same = a.hex() == b.hex() if type(a) is type(b) is float else type(a) is type(b) and (a is b or a == b)
+        if not same:
             raise Refusal(f"it computes with the batch size itself, or changes from call to call ({a!r}, then {b!r}).")
         return a
 
