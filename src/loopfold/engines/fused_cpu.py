@@ -27,6 +27,7 @@ from loopfold.states import State, leaves, whole_number
 from loopfold.stepgraph.loop import Value
 
 _log = logging.getLogger("loopfold")
+OPTIMISE = 3  # how long LLVM thinks about a kernel, from 0 to 3
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ def _target() -> Any:
     binding.initialize_native_asmprinter()
     features = binding.get_host_cpu_features().flatten()
     return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="default"
+        cpu=binding.get_host_cpu_name(), features=features, opt=OPTIMISE, reloc="pic", codemodel="default"
     )
 
 
@@ -319,7 +320,7 @@ def _compile(name: str, code: str) -> bytes:
     target = _target()
     module = binding.parse_assembly(code)
     module.verify()
-    options = binding.create_pipeline_tuning_options(speed_level=3)
+    options = binding.create_pipeline_tuning_options(speed_level=OPTIMISE)
     builder = binding.create_pass_builder(target, options)
     builder.getModulePassManager().run(module, builder)
     image = target.emit_object(module)

@@ -4,9 +4,10 @@ Rows are taken in tiles: R sequences at a time share every load of a matrix, and
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +17,7 @@ from loopfold.engines.plan import Place, Plan, Source
 from loopfold.engines.vectors import Vectors
 from loopfold.stepgraph.loop import LEAVES, POINTWISE, Value, ordered
 
+LONG = 24  # passes: a longer step is cut into functions of so many
 OPENMP = ("omp_get_thread_num", "omp_get_num_threads")  # what a kernel asks of the library that runs its threads
 
 
@@ -83,12 +85,9 @@ class _Writer(Vectors):
 
     def _body(self) -> None:
         b, source = self.b, self.source
-        self.steps, self.batch, first, last, self.lengths, table = self.function.args
+        self.steps, self.batch, first, last, self.lengths, self.buffers = self.function.args
         self.table = self._table()
-        self.pointer = {
-            key: b.load(b.gep(table, [self._int(i)], source_etype=ir.PointerType()), typ=ir.PointerType())
-            for i, key in enumerate(self.table)
-        }
+        self.pointers: dict[tuple[str, Any], Any] = {}
         self.carry_at, at = [], self.plan.scratch
         for width in source.carries:
             self.carry_at.append(at)
@@ -125,17 +124,57 @@ class _Writer(Vectors):
         return [*found, ("scratch", 0)]
 
     def _step(self) -> None:
-        stages = {*self.plan.products, *(g[0] for g in (*self.plan.stores, *self.plan.adds))}
-        for stage in sorted(stages):
-            for v in self.plan.products.get(stage, ()):
-                self._product(v) if v.op == "matmul" else self._reduction(v)
-                self._end_of_pass()
-            for group in sorted({*self.plan.stores, *self.plan.adds}):
-                if group[0] == stage:
-                    self._pointwise(group)
-                    self._end_of_pass()
+        """All passes of a step. LLVM takes far more than twice as long over a function twice as long: many are cut up."""
+        passes = self._passes()
+        if len(passes) <= LONG:
+            for run in passes:
+                run()
+        else:
+            for start in range(0, len(passes), LONG):
+                self._part(passes[start : start + LONG])
+
+    def _passes(self) -> list[Callable[[], None]]:
+        """What one step does, in order."""
+        found: list[Callable[[], None]] = []
+        groups = sorted({*self.plan.stores, *self.plan.adds})
+        for stage in sorted({*self.plan.products, *(group[0] for group in groups)}):
+            products = self.plan.products.get(stage, ())
+            found += [partial(self._pass, self._product if v.op == "matmul" else self._reduction, v) for v in products]
+            found += [partial(self._pass, self._pointwise, group) for group in groups if group[0] == stage]
         if self.source.masked:
-            self._clear_ended()
+            places = {(p.kind, p.index): p for _, p in self.source.roots}
+            found += [partial(self._clear_ended, place) for place in places.values()]
+        return found
+
+    def _part(self, passes: list[Callable[[], None]]) -> None:
+        """Some of the passes as a function of their own."""
+        given = [self.steps, self.batch, self.row0, self.valid, self.t, self.parity, self.lengths, self.buffers]
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
+        part = ir.Function(self.module, kind, self.module.get_unique_name("part"))
+        part.linkage = "internal"
+        part.attributes.add("noinline")
+        self.b.call(part, given)
+        outside = self.function, self.b, self.pointers
+        self.function, self.b, self.pointers = part, ir.IRBuilder(part.append_basic_block("entry")), {}
+        body = part.append_basic_block()  # the first block is for addresses
+        self.b.branch(body)
+        self.b.position_at_end(body)
+        (self.steps, self.batch, self.row0, self.valid, self.t, self.parity, self.lengths, self.buffers) = part.args
+        for run in passes:
+            run()
+        self.b.ret_void()
+        self.function, self.b, self.pointers = outside
+        (self.steps, self.batch, self.row0, self.valid, self.t, self.parity, self.lengths, self.buffers) = given
+
+    def _pointer(self, kind: str, index: Any) -> Any:
+        """The address of a buffer, read once in each function."""
+        key = (kind, index)
+        if key not in self.pointers:
+            at = self._int(self.table.index(key))
+            with self.b.goto_entry_block():
+                address = self.b.gep(self.buffers, [at], source_etype=ir.PointerType())
+                self.pointers[key] = self.b.load(address, typ=ir.PointerType())
+        return self.pointers[key]
 
     # ---- nothing is read before it was written
 
@@ -143,7 +182,8 @@ class _Writer(Vectors):
         key = (place.kind, place.index)
         self.being_written[key] = self.being_written.get(key, 0) | _bits(place.start, width)
 
-    def _end_of_pass(self) -> None:
+    def _pass(self, run: Callable[[Any], None], what: Any) -> None:
+        run(what)
         for key, bits in self.being_written.items():
             self.written[key] = self.written.get(key, 0) | bits
         self.being_written.clear()
@@ -190,7 +230,7 @@ class _Writer(Vectors):
         """The rows carried into the first step: those of the buffer `initial`, which then receives the last ones."""
         for k, width in enumerate(self.source.carries):
             with self._rows() as r, self._features(width) as (j, mask):
-                from_ = self._gep(self.pointer["initial", k], self._add(self._mul(self._row(r), width), j))
+                from_ = self._gep(self._pointer("initial", k), self._add(self._mul(self._row(r), width), j))
                 to = self._scratch(r, self._int(self.carry_at[k]), j)
                 self._save(self._load(from_, mask), to, None)
 
@@ -200,18 +240,14 @@ class _Writer(Vectors):
             with self._rows() as r, self._features(width) as (j, mask):
                 offset = self._add(self._int(self.carry_at[k]), self._mul(at_end, self._padded(width)))
                 value = self._load(self._scratch(r, offset, j), None)
-                to = self._gep(self.pointer["initial", k], self._add(self._mul(self._row(r), width), j))
+                to = self._gep(self._pointer("initial", k), self._add(self._mul(self._row(r), width), j))
                 self._save(value, to, mask)
 
-    def _clear_ended(self) -> None:
+    def _clear_ended(self, place: Place) -> None:
         """After a sequence's end nothing counts: what was stored for it at this step becomes zero."""
-        places = {(p.kind, p.index): p for _, p in self.source.roots}
-        with self._rows() as r, self.b.if_then(self.b.not_(self._alive(r))):
-            for place in places.values():
-                whole = Place(place.kind, place.index, place.width)
-                with self._features(place.width) as (j, mask):
-                    mask = mask if place.kind == "sequence" else None
-                    self._save(self._splat(0.0), self._at(whole, r, j), mask)
+        whole = Place(place.kind, place.index, place.width)
+        with self._rows() as r, self.b.if_then(self.b.not_(self._alive(r))), self._features(place.width) as (j, mask):
+            self._save(self._splat(0.0), self._at(whole, r, j), mask if place.kind == "sequence" else None)
 
     # ---- products and reductions
 
@@ -223,7 +259,7 @@ class _Writer(Vectors):
         chains = 1 if tile * vectors >= 8 else 2  # independent sums, so that additions need not wait for each other
         chains = 4 if tile * vectors <= 2 else chains
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
-        matrix = self.pointer["matrix", v.index]
+        matrix = self._pointer("matrix", v.index)
         width = vectors * self.lanes
         # A matrix somewhat larger than the first-level cache would be fetched anew at every step. Read back to front
         # at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
@@ -328,7 +364,7 @@ class _Writer(Vectors):
                 for v, k in self.plan.adds.get(group, ()):
                     value = self._value(v, group, r, j, mask, made)
                     value = self.b.select(counts, value, self._splat(0.0))
-                    at = self._gep(self.pointer["sum", k], j)
+                    at = self._gep(self._pointer("sum", k), j)
                     self._save(self.b.fadd(self._load(at, mask), value), at, mask)
 
     def _value(self, v: Value, group: tuple[int, int, int], r: Any, j: Any, mask: Any, made: dict[Value, Any]) -> Any:
@@ -382,7 +418,7 @@ class _Writer(Vectors):
         if v.op == "slice":
             return self._gep(self._row_pointer(v.args[0], r), self._int(v.index))
         if v.op == "constant":
-            return self.pointer["constant", v.index]
+            return self._pointer("constant", v.index)
         if v.op == "carry":
             offset = self._add(self._int(self.carry_at[v.index]), self._mul(self.parity, self._padded(v.width)))
             return self._scratch(r, offset, self._int(0))
@@ -391,11 +427,11 @@ class _Writer(Vectors):
             before = self._mul(b.add(self._mul(b.sub(self.t, self._int(1)), self.batch), row), v.width)
             first = self._mul(row, v.width)
             at_start = b.icmp_signed("==", self.t, self._int(0))
-            base = b.select(at_start, self.pointer["start", v.index], self.pointer["states", v.index])
+            base = b.select(at_start, self._pointer("start", v.index), self._pointer("states", v.index))
             return self._gep(base, b.select(at_start, first, before))
         if v.op in ("input", "incoming"):
             at = self._mul(self._add(self._mul(self.t, self.batch), self._row(r)), v.width)
-            return self._gep(self.pointer[v.op, v.index], at)
+            return self._gep(self._pointer(v.op, v.index), at)
         self._reads(v, self.plan.places[v])
         return self._at(self.plan.places[v], r, self._int(0))
 
@@ -408,10 +444,10 @@ class _Writer(Vectors):
             offset = self._add(self._int(self.carry_at[place.index]), self._mul(other, self._padded(place.width)))
             return self._scratch(r, offset, j)
         at = self._mul(self._add(self._mul(self.t, self.batch), self._row(r)), place.width)
-        return self._gep(self.pointer["sequence", place.index], self._add(at, j))
+        return self._gep(self._pointer("sequence", place.index), self._add(at, j))
 
     def _scratch(self, r: Any, offset: Any, j: Any) -> Any:
-        return self._gep(self.pointer["scratch", 0], self._add(self._add(self._mul(r, self.row_size), offset), j))
+        return self._gep(self._pointer("scratch", 0), self._add(self._add(self._mul(r, self.row_size), offset), j))
 
     @contextmanager
     def _rows(self) -> Iterator[Any]:
