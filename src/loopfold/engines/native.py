@@ -124,7 +124,7 @@ class _Writer(Vectors):
         return [*found, ("scratch", 0)]
 
     def _step(self) -> None:
-        """All passes of a step. LLVM takes far more than twice as long over a function twice as long: many are cut up."""
+        """All passes of a step. LLVM's time grows with the square of a function's length, so a long one is cut up."""
         passes = self._passes()
         if len(passes) <= LONG:
             for run in passes:
