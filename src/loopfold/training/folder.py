@@ -136,7 +136,7 @@ class RunFolder:
 
     @staticmethod
     def find(path: Path) -> "RunFolder":
-        """The run at `path`, of which no more than config.json has been looked at: it never changes."""
+        """The run at `path`, not checked yet. What never changes, such as its options, may be read without the lock."""
         folder = RunFolder(path)
         try:
             if not path.is_dir():
