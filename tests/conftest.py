@@ -1,6 +1,8 @@
 """What holds for every test: a fixed seed, and no luck with uninitialised memory."""
 
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,13 @@ from hypothesis import settings
 
 settings.register_profile("loopfold", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("loopfold")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a test trusts is nothing to whoever runs it; processes that it starts inherit this."""
+    with mock.patch.dict(os.environ, LOOPFOLD_CONFIG=str(tmp_path_factory.mktemp("config"))):
+        yield
 
 
 @pytest.fixture(scope="module")

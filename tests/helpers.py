@@ -1,15 +1,23 @@
 """Shared by the tests: data in float64, gradients by name, commands to run, and cells as a user would write them."""
 
+import io
+import json
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import loopfold as lf
+from loopfold import cli
 from loopfold.training.folder import RunFolder
 
 
@@ -48,6 +56,38 @@ def wait_for_step(path: Path, step: int, *processes: subprocess.Popen[str]) -> N
         assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         assert time.monotonic() < until
         time.sleep(0.003)
+
+
+def said_by(*arguments: object) -> tuple[Any, str, str]:
+    """A command in this process: its exit code, what it prints, and what it says."""
+    out, err = io.StringIO(), io.StringIO()
+    patched = mock.patch.object(sys, "argv", ["loopfold", *map(str, arguments)])
+    with patched, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code, out.getvalue(), err.getvalue()
+
+
+def everything(path: Path) -> dict[str, bytes | None]:
+    """All files below a folder."""
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
+
+
+def sign(path: Path, name: str, data: bytes) -> None:
+    """Alter a file of a run and note its SHA-256, as whoever makes such a folder would."""
+    (path / name).write_bytes(data)
+    checkpoint = json.loads((path / "checkpoint.json").read_text())
+    checkpoint["files"][name] = sha256(data).hexdigest()
+    if name == "metrics.jsonl":
+        checkpoint["metrics_bytes"] = len(data)
+    sign_checkpoint(path, checkpoint)
+
+
+def sign_checkpoint(path: Path, checkpoint: Any) -> None:
+    if isinstance(checkpoint, dict):
+        checkpoint.pop("sha256", None)
+        own = json.dumps(checkpoint, indent=1, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+        checkpoint["sha256"] = sha256(own).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps(checkpoint))
 
 
 class TwoMatrices(nn.Module):

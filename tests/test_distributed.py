@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -221,6 +222,18 @@ def test_streams_that_cannot_be_shared_are_one_clear_error(text: Path, tmp_path:
     done = ends(pair(*command(options_of(text, streams=5), tmp_path / "run")))
     assert done == [(2, "", "loopfold: 5 streams cannot be shared by 2 processes; change --streams.\n")] * 2
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_named_by_default_is_the_same_for_both(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process chooses it, and tells the other."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(text.parent, "runs/text-lstm-1")  # something is there
+    done = ends(pair("train", "--quiet", *flags_of(options_of(text, epochs=0.1))))
+    assert [(code, said) for code, _, said in done] == [(0, ""), (0, "")]
+    assert done[0][1].startswith("The run is in runs/text-lstm-2.")
+    assert sorted(p.name for p in Path("runs").iterdir()) == ["text-lstm-1", "text-lstm-2"]
 
 
 def test_what_the_first_process_refuses_ends_the_other_too(text: Path, tmp_path: Path) -> None:

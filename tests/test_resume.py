@@ -315,7 +315,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(
         with pytest.raises(Cut):
             resume(tmp_path, watcher=At(step, cut), save_every=save_every)
     if save_every:
-        RunFolder(tmp_path).log({"step": 51, "train": 0.0})  # as if it had been logged just before
+        RunFolder(tmp_path).log(entry(51, 0.0))  # as if it had been logged just before
         assert RunFolder.open(tmp_path).metrics[-1]["step"] == 39
     watcher = At(0, cut)
     run = resume(tmp_path, watcher=watcher, save_every=NEVER)
@@ -348,6 +348,10 @@ def test_a_run_out_of_patience_is_finished_too(text: Path, tmp_path: Path) -> No
 # ------------------------------------------------------------------ a folder is whole at every moment
 
 
+def entry(step: int, train: float) -> dict[str, float]:
+    return {"step": step, "epoch": step / 36, "train": train, "seconds": 1.0}
+
+
 def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((3, 4), value), "b": torch.arange(5)}
 
@@ -355,9 +359,10 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A run folder at step 10, whose best weights are of step 0."""
-    made = RunFolder.create(tmp_path / "run", Options(), {"sha256": "0"}, {"kind": "bytes"}, {}, tensors(0.0))
-    made.log({"step": 10, "train": 2.5})
-    made.save(10, {"step": 10}, tensors(10.0), tensors(-10.0), best=False)
+    about = {"name": "text", "sha256": "0", "tokens": 9}
+    with RunFolder.create(tmp_path / "run", Options(), about, {"kind": "bytes"}, {}, tensors(0.0)) as made:
+        made.log(entry(10, 2.5))
+        made.save(10, {"step": 10}, tensors(10.0), tensors(-10.0), best=False)
     return made
 
 
@@ -370,7 +375,7 @@ def check_whole(path: Path) -> int:
     assert torch.equal(opened.tensors(checkpoint["weights"])["a"], tensors(step)["a"])
     assert torch.equal(opened.tensors(checkpoint["state"])["a"], tensors(-step)["a"])
     assert torch.equal(opened.tensors(checkpoint["best"])["a"], tensors(20.0 if step == 20 else 0.0)["a"])
-    assert [entry["step"] for entry in opened.metrics] == [10, 20][: step // 10]
+    assert [line["step"] for line in opened.metrics] == [10, 20][: step // 10]
     return step
 
 
@@ -394,7 +399,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, kth: int, error: BaseException) -> 
 
 def go_on(path: Path) -> None:
     opened = RunFolder(path)
-    opened.log({"step": 20, "train": 1.5})
+    opened.log(entry(20, 1.5))
     opened.save(20, {"step": 20}, tensors(20.0), tensors(-20.0), best=True)
 
 
@@ -448,9 +453,10 @@ class FullDisk:
 
         def limited(path: Path, mode: str = "r", *given: Any, **more: Any) -> Any:
             file = opened(path, mode, *given, **more)
-            return Limited(file) if mode in ("wb", "ab") else file
+            return Limited(file) if mode in ("xb", "wb", "ab") else file
 
         monkeypatch.setattr(Path, "open", limited)
+        monkeypatch.setattr("loopfold.training.folder.open_plain", limited)
 
 
 def test_no_space_left_keeps_the_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
@@ -518,7 +524,7 @@ def test_a_folder_that_may_not_be_written_or_read_any_more(folder: RunFolder, mo
     monkeypatch.undo()
     folder.rewind()
     assert check_whole(folder.path) == 10
-    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    monkeypatch.setattr(os, "open", forbidden)
     with pytest.raises(RunError, match=rf"^{folder.path}/config.json cannot be read: Permission denied\.$"):
         RunFolder.open(folder.path)
 

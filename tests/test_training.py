@@ -391,6 +391,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"warmup": -1}, "warmup must be 0 or more; -1 came"),
     ({"seed": -1}, "seed must be from 0 to 9223372036854775807; -1 came"),
     ({"seed": 2**63}, "seed must be from 0 to"),
+    ({"layers": "two"}, "layers must be a whole number; got 'two'"),
+    ({"layers": 2.0}, "layers must be a whole number; got 2.0"),
+    ({"layers": True}, "layers must be a whole number; got True"),
+    ({"window": 2**63}, "window must be a whole number; got 9223372036854775808"),
+    ({"window": 10**400}, "window must be a whole number; got one of more than 64 bits"),
+    ({"dropout": "0.1"}, "dropout must be a number; got '0.1'"),
+    ({"tied": 1}, "tied must be true or false; got 1"),
+    ({"patience": "3"}, "patience must be a whole number or nothing; got '3'"),
+    ({"sources": 5}, "sources must be texts; got 5"),
+    ({"sources": ("a", 5)}, r"sources must be texts; got \('a', 5\)"),
+    ({"split": (90, None, 5)}, r"split must be numbers; got \(90, None, 5\)"),
+    ({"valid": 5}, "valid must be text or nothing; got 5"),
+    ({"epochs": 1e300}, r"epochs must be at most 1e9; got 1e\+300"),
+    ({"span": 2**21}, "span must be at most 1048576; got 2097152"),
 ]
 
 
@@ -697,6 +711,18 @@ def test_one_source_may_be_given_as_it_is(text: Path, tmp_path: Path) -> None:
     options = Options(sources=str(text), hidden_size=8, streams=4, epochs=0.1)  # type: ignore[arg-type]
     assert train(options, tmp_path / "run").corpus().train in text.read_text()
     assert open_run(tmp_path / "run").options.sources == (str(text),)
+
+
+def test_texts_may_be_paths(text: Path, tmp_path: Path) -> None:
+    options = Options(sources=text, valid=text, hidden_size=8, streams=4, epochs=0.1)  # type: ignore[arg-type]
+    assert (options.sources, options.valid) == ((str(text),), str(text))
+    assert train(options, tmp_path / "run").corpus().valid == text.read_text()
+
+
+def test_a_device_that_holds_nothing(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"device 'meta' cannot be used: .+ Type --device cpu"):
+        train(small(text, device="meta"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_cannot_train_in_one_folder(text: Path, tmp_path: Path) -> None:

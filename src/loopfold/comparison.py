@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from loopfold.evaluation import Ledger, perplexity
@@ -12,9 +11,10 @@ from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.text.corpus import Corpus
 from loopfold.text.vocabulary import Tokens
-from loopfold.training.folder import RunError
-from loopfold.training.loop import Run, resume, train
+from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.loop import resume, train
 from loopfold.training.options import OptionError
+from loopfold.training.run import Run
 from loopfold.training.watching import Silent, Watcher
 
 BASELINES: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def ngrams(run: Run, corpus: Corpus, tokens: Tokens) -> list[Row]:
 
 def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
     """A window or a convolution, trained as the run was; found where it was trained before."""
-    path: Path = run.path / "baselines" / kind
+    path = RunFolder(run.path).below("baselines", kind)
     if (path / "checkpoint.json").exists():
         return resume(path, watcher=watcher)
     options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
@@ -116,5 +116,5 @@ def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
 
 def _row(run: Run, name: str, tokens: Tokens) -> Row:
     last = run.metrics[-1] if run.metrics else None
-    speed = run.config["corpus"]["tokens"] * last["epoch"] / last["seconds"] if last else math.nan
+    speed = run.config["corpus"]["tokens"] * last["epoch"] / last["seconds"] if last and last["seconds"] else math.nan
     return Row(name, count_parameters(run.model), None, speed, perplexity(run.model, tokens))

@@ -40,6 +40,15 @@ class Processes:
         """Whether it holds in any process."""
         return flag if self.count == 1 else bool(self.sum(torch.tensor(int(flag))))
 
+    def told(self, text: str) -> str:
+        """What the first process says, in all of them; the others wait for it."""
+        if self.count == 1:
+            return text
+        said = torch.tensor([*text.encode(errors="surrogateescape")] if self.first else [], dtype=torch.int64)
+        size = int(self.sum(torch.tensor(len(said))))
+        whole = self.sum(said if self.first else torch.zeros(size, dtype=torch.int64))
+        return bytes(whole.tolist()).decode(errors="surrogateescape")
+
     def gather(self, state: State) -> State:
         """The states of all processes as one, in the order of ranks along the batch."""
         return state if self.count == 1 else map_state(self._gather, state)

@@ -52,8 +52,9 @@ from loopfold.stepgraph.trace import StepGraph, step_graph
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
 from loopfold.training.folder import RunError
-from loopfold.training.loop import Diverged, Run, Stopped, open_run, resume, train
+from loopfold.training.loop import Diverged, Stopped, resume, train
 from loopfold.training.options import OptionError, Options, preset
+from loopfold.training.run import Run, open_run
 from loopfold.training.watching import Terminal, Watcher
 from loopfold.transitions import (
     GRU,

@@ -19,6 +19,9 @@ app = typer.Typer(
     help="Recurrent networks: train one on text, measure it beside honest baselines, let it write.",
 )
 RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold train` makes it.", show_default=False)]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="Run the code of the run's own cell.py; asked once for each.")
+]
 
 
 def main() -> None:
@@ -55,7 +58,9 @@ def _errors() -> Iterator[None]:
         code = _exit_code(error)
         if code is None:
             raise
-        typer.echo(f"loopfold: {' '.join(str(error).splitlines())}", err=True)
+        line = " ".join(str(error).splitlines())
+        line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)  # names may be anyone's
+        typer.echo(f"loopfold: {line}", err=True)
         sys.stdout.flush()
         os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopfold.cli.base import app
+from loopfold.cli.base import TrustOption, app
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +49,7 @@ def draw(
     out: Annotated[
         Path | None, typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot.", show_default=False)
     ] = None,
+    trust: TrustOption = False,
 ) -> None:
     """The circuit of a network, or its graph unfolded over time, as a picture."""
     from loopfold.drawing.circuit import Level
@@ -64,7 +65,7 @@ def draw(
     if Path(what).is_dir() or (("/" in what or what.endswith(".txt")) and ":" not in what):
         if pattern or layers > 1 or bidirectional:
             raise OptionError("a run has a network of its own: leave out --pattern, --layers and --bidirectional.")
-        model, y = _of_run(Path(what), steps if gradients else None)
+        model, y = _of_run(Path(what), steps if gradients else None, trust)
     else:
         model = _network(what, pattern, layers, bidirectional)
     try:
@@ -87,12 +88,12 @@ def draw(
     typer.echo(f"{picture.title}: {path}")
 
 
-def _of_run(path: Path, steps: int | None) -> "tuple[nn.Module, Tensor | None]":
+def _of_run(path: Path, steps: int | None, trust: bool) -> "tuple[nn.Module, Tensor | None]":
     """The model of a run, and tokens for `steps` steps of its own held-out text."""
     from loopfold.comparison import held_out
-    from loopfold.training.loop import open_run
+    from loopfold.training.run import open_run
 
-    run = open_run(path)
+    run = open_run(path, trust=trust)
     if steps is None or steps < 1:
         return run.model, None
     ids = held_out(run, corpus := run.corpus(), corpus.part).ids

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopfold.cli.base import RunArgument, app
+from loopfold.cli.base import RunArgument, TrustOption, app
 
 if TYPE_CHECKING:
     from loopfold.comparison import Row
     from loopfold.evaluation import Ledger
-    from loopfold.training.loop import Run
+    from loopfold.training.run import Run
 
 # ------------------------------------------------------------------ evaluate and compare
 
@@ -35,15 +35,16 @@ def evaluate(
     streams: Annotated[int, typer.Option(min=1, help="Parts read side by side; never changes the value.")] = 32,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
     from loopfold.comparison import held_out
     from loopfold.evaluation import perplexity
     from loopfold.text.corpus import read_text
-    from loopfold.training.loop import open_run
     from loopfold.training.options import OptionError, choose
+    from loopfold.training.run import open_run
 
-    found = open_run(run, device)
+    found = open_run(run, device, trust=trust)
     if text and on is not None:
         raise OptionError("choose one: another text, or --on for a part of the run's own.")
     if text:
@@ -88,18 +89,19 @@ def compare(
     neural: Annotated[bool, typer.Option(help="Train the window and the convolution too.")] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust: TrustOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
 ) -> None:
     """A table of the run beside uniform, n-gram, window and convolution models, on the same text and ledger."""
     from loopfold import comparison
     from loopfold.training.folder import RunFolder
-    from loopfold.training.loop import open_run
     from loopfold.training.options import choose
+    from loopfold.training.run import open_run
     from loopfold.training.watching import Silent, Terminal
 
     if on is not None:
         choose("part", on, ("test", "valid"))
-    opened = [open_run(path, device) for path in runs]
+    opened = [open_run(path, device, trust=trust) for path in runs]
     on = on or opened[0].corpus().part
     rows = comparison.compare(
         opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
@@ -114,10 +116,11 @@ def compare(
 
 def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     ledger = rows[0].ledger
-    table = Table(title=f"{runs[0].config['corpus']['name']}, {on} text: {ledger.tokens:,} {ledger.unit}s")
+    table = Table(title=escape(f"{runs[0].config['corpus']['name']}, {on} text: {ledger.tokens:,} {ledger.unit}s"))
     table.add_column("model", no_wrap=True)
     for name in ("parameters", "of a table |V|ⁿ", "trained, tokens/s", "perplexity", "bits/char"):
         table.add_column(name, justify="right")
@@ -125,7 +128,7 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
     best = min(row.ledger.bits_per_character or math.inf for row in rows)
     for row in rows:
         table.add_row(
-            row.name + (f", {row.ledger.unit}s" if len(units) > 1 else ""),
+            escape(row.name) + (f", {row.ledger.unit}s" if len(units) > 1 else ""),
             f"{row.parameters:,}",
             "" if row.table is None else f"{row.table:,}" if row.table < 10**8 else f"{row.table:.1e}",
             f"{row.tokens_per_second:,.0f}" if row.parameters else "",
@@ -155,13 +158,14 @@ def generate(
     beam: Annotated[int | None, typer.Option(min=1, help="Search for a likely text with so many beginnings.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust: TrustOption = False,
 ) -> None:
     """Let a trained model write. Text appears as it is written; every token costs the same, however long the text."""
     from loopfold.generation import generate as write
-    from loopfold.training.loop import open_run
     from loopfold.training.options import OptionError
+    from loopfold.training.run import open_run
 
-    found = open_run(run, device)
+    found = open_run(run, device, trust=trust)
     before = [prompt]  # comes with the first piece, when nothing can be wrong with it any more
 
     def show(piece: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopfold.cli.base import RunArgument, app
+from loopfold.cli.base import RunArgument, TrustOption, app
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from loopfold.gradients import GradientFlow
     from loopfold.probing import Tracked
     from loopfold.spectrum import Eigenvalues
-    from loopfold.training.loop import Run
+    from loopfold.training.run import Run
 
 # ------------------------------------------------------------------ gradients
 
@@ -36,6 +36,7 @@ def gradients(
         str | None, typer.Option(help="Which part of the run's text: test, valid or train; test, if there is one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """Where gradients vanish or explode, what each step adds, the eigenvalues of W, and which unit tracks what."""
     from loopfold.comparison import held_out
@@ -43,10 +44,11 @@ def gradients(
     from loopfold.language.base import count_parameters
     from loopfold.language.recurrent import RecurrentLM
     from loopfold.probing import hidden_states
-    from loopfold.training.loop import open_run
+    from loopfold.training.folder import RunFolder
     from loopfold.training.options import OptionError, choose
+    from loopfold.training.run import open_run
 
-    found = open_run(run)
+    found = open_run(run, trust=trust)
     model = found.model
     if not isinstance(model, RecurrentLM):
         raise OptionError(f"{run} is a {found.options.kind} without recurrence: no gradient goes back through time.")
@@ -62,7 +64,7 @@ def gradients(
     states = hidden_states(model, found.vocabulary, text[:READ])
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
     drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
-    paths = _save(drawings, out or run / "pictures")
+    paths = _save(drawings, out or RunFolder(run).below("pictures"))
     passages = f"{on} text, {x.shape[1]} passage{'s'[: x.shape[1] > 1]} of {len(x)} {found.vocabulary.unit}s"
     if as_json:
         data = {
@@ -162,10 +164,11 @@ def report(
         str | None, typer.Option(help="Text to show the hidden states of; by default the held-out text's beginning.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust: TrustOption = False,
 ) -> None:
     """One page on a run, for a browser: curve, table, graphs, gradients, hidden states and samples. Works offline."""
     from loopfold.report.page import write_report
-    from loopfold.training.loop import open_run
+    from loopfold.training.run import open_run
 
-    path = write_report(open_run(run, device), out, passage)
+    path = write_report(open_run(run, device, trust=trust), out, passage)
     typer.echo(f"The report is in {path}. Open it in a browser.")

@@ -3,14 +3,11 @@
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from loopfold.cli.base import app
-
-if TYPE_CHECKING:
-    from loopfold.training.options import Options
+from loopfold.cli.base import TrustOption, app
 
 
 @app.command(
@@ -69,6 +66,7 @@ def train(
     save_every: Annotated[float, typer.Option(help="Seconds from one checkpoint to the next.")] = 30.0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """Train a language model on text, into a run folder. Stop it when you like: --resume goes on, bit for bit."""
     flags = {name: value for name, value in locals().items() if value is not None}
@@ -89,10 +87,14 @@ def train(
         if given := [name for name in flags if name in {*names, "out", "preset"} or (name == "text" and text)]:
             other = ", ".join(name.upper() if name == "text" else f"--{name.replace('_', '-')}" for name in given)
             raise options.OptionError(f"--resume goes on with the options that the run has; leave out {other}.")
-        run = loop.resume(resume, watcher=watcher, save_every=save_every)
+        run = loop.resume(resume, watcher=watcher, save_every=save_every, trust=trust)
+    elif trust:
+        raise options.OptionError(
+            "--trust goes with --resume: a cell of your own, given with --cell, is yours already."
+        )
     else:
         chosen = options.preset(preset or "quick", **changes)
-        run = loop.train(chosen, out or _free_folder(chosen), watcher=watcher, save_every=save_every)
+        run = loop.train(chosen, out, watcher=watcher, save_every=save_every)
     if not rank:
         following = "; ".join(f"loopfold {command} {run.path}" for command in ("compare", "generate", "report"))
         typer.echo(f"The run is in {run.path}. Next: {following}")
@@ -108,12 +110,3 @@ def _shares(split: str) -> tuple[float, ...]:
             f"--split takes shares of train/valid/test, such as 90/5/5, or 90/10/0; {split!r} came."
         ) from None
     return train_, valid, test
-
-
-def _free_folder(options: "Options") -> Path:
-    """runs/NAME-N, with the first N that is not taken."""
-    name = "stdin" if options.sources[0] == "-" else Path(options.sources[0]).stem
-    n = 1
-    while (path := Path("runs") / f"{name}-{options.kind}-{n}").exists():
-        n += 1
-    return path

@@ -10,7 +10,7 @@ from loopfold.report.markup import asset, data_block, escape, fingerprint
 from loopfold.report.sections import Section, summary, the_curve, the_run, the_samples, the_table
 from loopfold.report.subject import Subject
 from loopfold.training.folder import RunError
-from loopfold.training.loop import Run
+from loopfold.training.run import Run
 
 
 def write_report(run: Run, out: str | Path | None = None, passage: str | None = None) -> Path:

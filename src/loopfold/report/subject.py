@@ -15,9 +15,10 @@ from loopfold.generation import prompt_ids
 from loopfold.language.base import count_parameters
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.text.corpus import Corpus
-from loopfold.training.folder import RunFolder, baselines, comparison_row
-from loopfold.training.loop import Run
+from loopfold.training.contents import baselines, comparison_row
+from loopfold.training.folder import RunFolder
 from loopfold.training.options import OptionError
+from loopfold.training.run import Run
 
 SEEN = 300  # tokens of the passage
 REMEDY = "Train anew with a smaller --learning-rate."

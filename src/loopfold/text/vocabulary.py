@@ -100,10 +100,10 @@ def vocabulary_from_json(data: dict[str, Any]) -> Vocabulary:
             return Characters(symbols)
         case {"kind": "bytes"}:
             return Bytes()
-        case {"kind": "words", "words": [*words]}:
+        case {"kind": "words", "words": [*words]} if all(isinstance(word, str) for word in words):
             return Words(tuple(words))
         case {"kind": "subwords", "model": str(model)}:
-            return Subwords(model)
+            return Subwords(model).checked()
     raise ValueError(
         f"no vocabulary is of kind {data.get('kind')!r} with the fields {sorted(set(data) - {'kind'})}; the kinds are "
         f"characters (with symbols), bytes, words (with words) and subwords (with model)."
@@ -323,22 +323,45 @@ class Subwords(OfBytes):
         if whole_number("Subwords", "size", size) < 256:
             raise ValueError(f"Subwords needs a size of 256 or more, since every byte is a token; {size} came.")
         library = _library()
-        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        # No token goes on after a newline, so that a text may be cut there and its parts encoded side by side.
-        lines = library.pre_tokenizers.Split("\n", "merged_with_previous")
-        tokenizer = library.Tokenizer(library.models.BPE())
-        tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([lines, byte_level])
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=size, initial_alphabet=byte_level.alphabet(), show_progress=False
-        )
+        tokenizer = cls._cutting(library.models.BPE())
+        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+        trainer = library.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
         # The time to learn from a word grows with its length squared, and a line of DNA is one word: 1000 letters do.
         parts = (part[0] for piece in _pieces(text) for part in _THOUSAND.finditer(piece))
         tokenizer.train_from_iterator(parts, trainer)
         return cls(tokenizer.to_str())
 
+    @staticmethod
+    def _cutting(model: Any) -> Any:
+        """A tokenizer over a model of byte pairs."""
+        library = _library()
+        # No token goes on after a newline, so that a text may be cut there and its parts encoded side by side.
+        lines = library.pre_tokenizers.Split("\n", "merged_with_previous")
+        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer = library.Tokenizer(model)
+        tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([lines, byte_level])
+        return tokenizer
+
+    def checked(self) -> "Subwords":
+        """This vocabulary, if it is whole; else ValueError."""
+        try:
+            ids = sorted(self._pairs["vocab"].values())
+            whole = ids == [*range(self.size)] and self._tokenizer.get_vocab_size() == self.size
+        except Exception as error:  # the library has its own
+            raise ValueError(f"its subwords cannot be read ({type(error).__name__}: {error})") from error
+        if not whole:
+            raise ValueError("its subwords are not numbered from 0 on")
+        return self
+
+    @cached_property
+    def _pairs(self) -> dict[str, Any]:
+        """The tokens and their merges. Whatever else the library would read from its file is left alone."""
+        return json.loads(self.model)["model"]
+
     @cached_property
     def _tokenizer(self) -> Any:
-        return _library().Tokenizer.from_str(self.model)
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in self._pairs["merges"]]
+        return self._cutting(_library().models.BPE(self._pairs["vocab"], merges))
 
     @cached_property
     def _table(self) -> list[bytes]:
@@ -346,7 +369,7 @@ class Subwords(OfBytes):
         plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [byte for byte in range(256) if byte not in plain]
         byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-        id_of: dict[str, int] = json.loads(self.model)["model"]["vocab"]
+        id_of: dict[str, int] = self._pairs["vocab"]
         return [bytes(byte_of[letter] for letter in token) for token in sorted(id_of, key=id_of.__getitem__)]
 
     def encode(self, text: str) -> Tokens:

@@ -1,28 +1,50 @@
-"""A model, its optimiser and the carried state as named tensors, and back."""
+"""A model, its optimiser and the carried state as named tensors, and back. What is stored may come from anyone."""
+
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from loopfold.language.base import Context
+from loopfold.language.base import Context, LanguageModel
 from loopfold.states import leaves, rebuild
 from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.options import Options, make_model
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """What a model has learned, by name."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())  # those that are shared come once
-    return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    return {name: t.detach().cpu().contiguous() for name, t in _named(model).items()}
 
 
-def load_weights(model: nn.Module, folder: RunFolder, name: str) -> None:
-    """Put the weights of the file `name` into the model."""
-    stored = folder.tensors(name)
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
-    if {k: v.shape for k, v in stored.items()} != {k: v.shape for k, v in own.items()}:
-        raise RunError(f"{folder.path / name} does not fit the model of config.json.")
+def model_with(options: Options, vocabulary_size: int, stored: dict[str, Tensor], path: Path) -> LanguageModel:
+    """The model that the options describe, with the weights that are stored at `path`."""
+    numbers = sum(t.numel() for t in stored.values())
+    sizes = (options.hidden_size, options.layers, options.embedding_size or 1)
+    fits = max(sizes) <= numbers  # a model has more numbers than units or layers
+    if fits and ":" not in options.cell:
+        with torch.device("meta"):  # where a model of any size takes no memory
+            fits = _same_form(stored, make_model(options, vocabulary_size))
+    if fits:
+        model = make_model(options, vocabulary_size)
+        fits = _same_form(stored, model)
+    if not fits:
+        raise RunError(f"{path} does not fit the model of config.json.")
     with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(stored[key])
+        for name, tensor in _named(model).items():
+            tensor.copy_(stored[name])
+    return model
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())  # those that are shared come once
+
+
+def _same_form(stored: dict[str, Tensor], model: nn.Module) -> bool:
+    return {k: _form(v) for k, v in stored.items()} == {k: _form(v) for k, v in _named(model).items()}
+
+
+def _form(t: Tensor) -> tuple[torch.Size, bool]:
+    return t.shape, t.is_floating_point()
 
 
 def state_of(model: nn.Module, optimiser: torch.optim.Optimizer, context: Context) -> dict[str, Tensor]:
@@ -38,18 +60,43 @@ def state_of(model: nn.Module, optimiser: torch.optim.Optimizer, context: Contex
     return tensors | {f"context/{i}": leaf.cpu().clone() for i, leaf in enumerate(leaves(context))}
 
 
-def load_state(folder: RunFolder, model: nn.Module, optimiser: torch.optim.Optimizer, cold: Context) -> Context:
+def load_state(folder: RunFolder, model: LanguageModel, optimiser: torch.optim.Optimizer, cold: Context) -> Context:
     """Fill the optimiser; the carried state, which is `cold` before the first step."""
-    stored = folder.tensors(folder.checkpoint["state"])
+    name = folder.checkpoint["state"]
+    stored = folder.tensors(name)
     if not stored:
         return cold
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    entries: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in stored.items():
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    entries: dict[str, dict[str, Tensor]] = {}
+    for key in stored:
         kind, _, rest = key.partition("/")
         if kind == "optimiser":
-            name, _, entry = rest.rpartition("/")
-            entries.setdefault(names.index(name), {})[entry] = tensor
-    optimiser.load_state_dict({"state": entries, "param_groups": optimiser.state_dict()["param_groups"]})
-    parts = (stored[f"context/{i}"].to(leaf.device) for i, leaf in enumerate(leaves(cold)))
-    return rebuild(cold, parts)
+            parameter, _, entry = rest.rpartition("/")
+            entries.setdefault(parameter, {})[entry] = stored[key]
+    parts = {f"context/{i}": leaf for i, leaf in enumerate(leaves(cold))}
+    known = all(name in parameters and _is_of(parameters[name], found, optimiser) for name, found in entries.items())
+    carried = {key for key in stored if not key.startswith("optimiser/")} == {*parts} and all(
+        _carries(stored[key], leaf, model) for key, leaf in parts.items()
+    )
+    if not (known and carried):
+        raise RunError(f"{folder.path / name} does not fit the model of config.json.")
+    numbers = {name: number for number, name in enumerate(parameters)}
+    state = {numbers[name]: found for name, found in entries.items()}
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    return rebuild(cold, (stored[key].to(leaf.device) for key, leaf in parts.items()))
+
+
+def _is_of(parameter: Tensor, found: dict[str, Tensor], optimiser: torch.optim.Optimizer) -> bool:
+    """Whether these are what the optimiser keeps of a parameter."""
+    averages = {"exp_avg", "exp_avg_sq"} if isinstance(optimiser, torch.optim.AdamW) else {"momentum_buffer"}
+    needed = {name: _form(parameter) for name in averages}
+    if isinstance(optimiser, torch.optim.AdamW):
+        needed["step"] = torch.Size(), True
+    return {name: _form(t) for name, t in found.items()} == needed
+
+
+def _carries(t: Tensor, leaf: Tensor, model: LanguageModel) -> bool:
+    """Whether a tensor can be part of the carried state; whole numbers in it are tokens, |V| before the first."""
+    if _form(t) != _form(leaf):
+        return False
+    return t.is_floating_point() or not t.numel() or (int(t.min()) >= 0 and int(t.max()) <= model.vocabulary_size)

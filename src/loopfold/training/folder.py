@@ -12,6 +12,10 @@
 A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` comes last: until it is
 there, the one before it stands, with all its files. So a run can be killed at any moment and goes on from the last
 checkpoint, and a file that was torn or altered is found and named.
+
+One process at a time trains in a folder, and holds a lock on it from before it writes anything until it ends. Others
+may read. All that is read is checked, since a folder may come from anyone: every file is a plain file in the folder
+itself, of a name that a run has. Whether its `cell.py` may be run is asked elsewhere: see `trust.py`.
 """
 
 import contextlib
@@ -20,8 +24,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shlex import quote
@@ -30,8 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopfold.files import write_whole
+from loopfold.files import open_plain, write_whole
 from loopfold.text.corpus import read_text
+from loopfold.text.vocabulary import Vocabulary, vocabulary_from_json
+from loopfold.training import contents
 from loopfold.training.options import Options
 
 try:
@@ -46,15 +52,21 @@ class RunError(Exception):
     """A run folder that cannot be used, or not be written; the message says why and what to do."""
 
 
+class Taken(RunError):
+    """A folder for a new run that is someone else's, or has something in it."""
+
+
 class RunFolder:
     """A run on disk. `create` begins one, `open` finds one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._held: os.stat_result | None = None  # the folder that is locked
 
     # ---------------------------------------------------------------- the beginning
 
     @staticmethod
+    @contextlib.contextmanager
     def create(
         path: Path,
         options: Options,
@@ -62,61 +74,95 @@ class RunFolder:
         vocabulary: Mapping[str, Any],
         progress: Mapping[str, Any],
         weights: dict[str, Tensor],
-    ) -> "RunFolder":
-        """A new folder with a checkpoint of step 0, or none. Nothing that is there already is overwritten."""
+    ) -> Iterator["RunFolder"]:
+        """A new folder with a checkpoint of step 0, locked while open. Nothing that is there already is overwritten."""
         folder = RunFolder(path)
         with _writing(path):
-            there = path.exists()
-            if there and (not path.is_dir() or any(path.iterdir())):
-                word = "--resume it" if (path / "checkpoint.json").exists() else "remove it"
-                raise RunError(f"{path} is there already: choose another --out, or {word}.")
-            path.mkdir(parents=True, exist_ok=True)
-        config = {
-            "format": FORMAT,
-            "options": options.as_json(),
-            "corpus": dict(corpus),
-            "versions": {"loopfold": _version(), "torch": torch.__version__, "python": platform.python_version()},
-        }
+            try:
+                path.mkdir(parents=True)
+                made = True
+            except FileExistsError:  # an empty folder is as good
+                made = False
+            if not path.is_dir():
+                raise Taken(f"{path} is there already: choose another --out, or remove it.")
+        with folder.locked():
+            folder._claim()
+            try:
+                if ":" in options.cell:
+                    folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
+                if "-" in (*options.sources, options.valid, options.test):
+                    folder._write("stdin.txt", read_text(["-"]).encode())
+                folder._write("vocabulary.json", contents.to_json(vocabulary))
+                config = {
+                    "format": FORMAT,
+                    "options": options.as_json(),
+                    "corpus": dict(corpus),
+                    "versions": {
+                        "loopfold": _version(),
+                        "torch": torch.__version__,
+                        "python": platform.python_version(),
+                    },
+                }
+                folder._write("config.json", contents.to_json(config))
+                folder._write(contents.METRICS, b"")
+                folder.save(0, progress, weights, {}, best=True)
+            except BaseException:
+                folder._remove(made)
+                raise
+            yield folder
+
+    def _claim(self) -> None:
+        """Make the folder ours, or say whose it is. Of two processes one makes this file, with or without locks."""
+        with _writing(self.path):
+            taken = any(self.path.iterdir())
+            if not taken:
+                try:
+                    (self.path / "config.json").touch(exist_ok=False)
+                except FileExistsError:
+                    taken = True
+        if taken:
+            word = "--resume it" if (self.path / "checkpoint.json").exists() else "remove it"
+            raise Taken(f"{self.path} is there already: choose another --out, or {word}.")
+
+    def _remove(self, made: bool) -> None:
+        """Take back what `create` has written, and nothing else."""
+        names = (*contents.FIXED, *contents.SOMETIMES, contents.METRICS, "weights-0.safetensors", "state-0.safetensors")
+        with contextlib.suppress(RunError), self._ours():
+            for name in ("checkpoint.json", *names):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink()
+            if made:
+                self.path.rmdir()  # unless someone has put something there
+
+    @staticmethod
+    def find(path: Path) -> "RunFolder":
+        """The run at `path`, not checked yet. What never changes, such as its options, may be read without the lock."""
+        folder = RunFolder(path)
         try:
-            if ":" in options.cell:
-                folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
-            if "-" in (*options.sources, options.valid, options.test):
-                folder._write("stdin.txt", read_text(["-"]).encode())
-            folder._write("vocabulary.json", _json(vocabulary))
-            folder._write("config.json", _json(config))
-            folder._write("metrics.jsonl", b"")
-            folder.save(0, progress, weights, {}, best=True)
-        except BaseException:
-            for file in path.iterdir():  # all ours: it was empty, or not there
-                file.unlink(missing_ok=True)
-            if not there:
-                path.rmdir()
-            raise
+            if not path.is_dir():
+                raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
+            os.lstat(path / "config.json")
+        except FileNotFoundError as error:
+            raise RunError(f"{path} is no run folder: it has no config.json.") from error
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}.") from error
+        if not os.path.lexists(path / "checkpoint.json"):
+            raise RunError(f"{path} has no checkpoint: the run ended before its first step. Remove it and start anew.")
         return folder
 
     @staticmethod
     def open(path: Path) -> "RunFolder":
         """The run at `path`, every one of its files checked."""
-        folder = RunFolder(path)
-        try:
-            if not path.is_dir():
-                raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
-            if not (path / "config.json").is_file():
-                raise RunError(f"{path} is no run folder: it has no config.json.")
-        except OSError as error:
-            raise RunError(f"{path} cannot be read: {error.strerror}.") from error
-        config = folder._read_json("config.json")
-        if config.get("format") != FORMAT:
-            raise RunError(
-                f"{path} has format {config.get('format')!r}, and this version of loopfold ({_version()}) reads format "
-                f"{FORMAT}. Loopfold {config.get('versions', {}).get('loopfold', 'unknown')} wrote it: use that."
-            )
-        if not (path / "checkpoint.json").is_file():
-            raise RunError(f"{path} has no checkpoint: the run ended before its first step. Remove it and start anew.")
-        checkpoint = folder.checkpoint
+        folder = RunFolder.find(path)
+        options, checkpoint = folder.options, folder.checkpoint
+        needed = {"cell.py"} if ":" in options.cell else set()
+        if str(path / "stdin.txt") in (*options.sources, options.valid, options.test):
+            needed.add("stdin.txt")
+        for name in needed - {*checkpoint["files"]}:
+            raise RunError(f"{path / 'checkpoint.json'} is damaged: files must hold {name}.")
         for name, digest in checkpoint["files"].items():
-            size = checkpoint["metrics_bytes"] if name == "metrics.jsonl" else None  # lines may have followed
-            if not (path / name).is_file():
+            size = checkpoint["metrics_bytes"] if name == contents.METRICS else None  # lines may have followed
+            if not os.path.lexists(path / name):
                 raise RunError(f"{path} is not complete: {name} is missing.")
             if _sha256(folder._read(name)[:size]) != digest:
                 raise RunError(f"{path / name} is damaged or was altered: its SHA-256 is not the one noted.")
@@ -126,30 +172,47 @@ class RunFolder:
 
     @property
     def config(self) -> dict[str, Any]:
-        return self._read_json("config.json")
+        with self._checking("config.json") as data:
+            config = contents.from_json(data)
+        if config.get("format") != FORMAT:
+            wrote = config.get("versions")
+            by = wrote.get("loopfold", "unknown") if isinstance(wrote, dict) else "unknown"
+            raise RunError(
+                f"{self.path} has format {config.get('format')!r}, and this version of loopfold ({_version()}) reads "
+                f"format {FORMAT}. Loopfold {by} wrote it: use that."
+            )
+        with self._checking("config.json"):
+            return contents.check_config(config)
 
     @property
     def options(self) -> Options:
         """The options, with what the folder keeps taken from it: the user's own cell, a text from standard input."""
-        data = dict(self.config["options"])
-        if ":" in data["cell"]:
-            data["cell"] = f"{self.path / 'cell.py'}:{data['cell'].rpartition(':')[2]}"
+        with self._checking("config.json"):
+            stored = Options.from_json(self.config["options"])
+        cell = stored.cell if ":" not in stored.cell else f"{self.path / 'cell.py'}:{stored.cell.rpartition(':')[2]}"
         kept = {"-": str(self.path / "stdin.txt")}
-        data["sources"] = [kept.get(source, source) for source in data["sources"]]
-        data |= {name: kept.get(data[name], data[name]) for name in ("valid", "test")}
-        return Options.from_json(data)
+        sources = tuple(kept.get(source, source) for source in stored.sources)
+        valid, test = (kept.get(source or "", source) for source in (stored.valid, stored.test))
+        return replace(stored, cell=cell, sources=sources, valid=valid, test=test)
 
     @property
-    def vocabulary(self) -> dict[str, Any]:
-        return self._read_json("vocabulary.json")
+    def vocabulary(self) -> Vocabulary:
+        with self._checking("vocabulary.json") as data:
+            return vocabulary_from_json(contents.from_json(data))
 
     @property
     def checkpoint(self) -> dict[str, Any]:
         """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`."""
-        data = self._read_json("checkpoint.json")
-        if data.pop("sha256", None) != _sha256(_json(data)):
-            raise RunError(f"{self.path / 'checkpoint.json'} is damaged or was altered: its SHA-256 is not its own.")
-        return data
+        with self._checking("checkpoint.json") as raw:
+            data = contents.from_json(raw)
+            if data.pop("sha256", None) != _sha256(contents.to_json(data)):
+                name = self.path / "checkpoint.json"
+                raise RunError(f"{name} is damaged or was altered: its SHA-256 is not its own.")
+            return contents.check_checkpoint(data)
+
+    def cell_digest(self) -> str | None:
+        """The SHA-256 of the user's own cell; None where the run has none."""
+        return _sha256(self._read("cell.py")) if ":" in self.options.cell else None
 
     def step(self) -> int | None:
         """The step of the last checkpoint; None where there is none, or none that can be read."""
@@ -161,20 +224,26 @@ class RunFolder:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The learning curve up to the last checkpoint."""
-        kept = (self.path / "metrics.jsonl").read_bytes()[: self.checkpoint["metrics_bytes"]]
-        return [json.loads(line) for line in kept.splitlines()]
+        size = self.checkpoint["metrics_bytes"]
+        with self._checking(contents.METRICS) as data:
+            return contents.check_metrics(data[:size])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file."""
-        from safetensors.torch import load_file
+        from safetensors.torch import load
 
-        return load_file(self.path / name)
+        try:
+            return load(self._read(name))
+        except RunError:
+            raise
+        except Exception as error:  # the library has many
+            raise RunError(f"{self.path / name} is damaged: it does not hold tensors ({error}).") from error
 
     # ---------------------------------------------------------------- going on
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the learning curve. It counts once a checkpoint has followed."""
-        with _writing(self.path), (self.path / "metrics.jsonl").open("ab") as file:
+        with self._ours(), open_plain(self.path / contents.METRICS, "ab") as file:
             file.write(json.dumps(entry).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())  # a checkpoint that counts it must not reach the disk first
@@ -185,19 +254,36 @@ class RunFolder:
         if fcntl is None:
             yield
             return
-        descriptor = os.open(self.path, os.O_RDONLY)
+        with _writing(self.path):
+            descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Taken(f"another process is training in {self.path}: wait for it, or stop it.") from error
+            except OSError:  # a file system without locks
+                pass
+            self._held = os.fstat(descriptor)
+            with self._ours():
+                pass
             yield
-        except BlockingIOError as error:
-            raise RunError(f"another process is training in {self.path}: wait for it, or stop it.") from error
         finally:
+            self._held = None
             os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Write to the folder, if it still is the one that was locked: another run may have been put in its place."""
+        with _writing(self.path):
+            if self._held is not None and not os.path.samestat(self._held, os.stat(self.path)):
+                raise RunError(f"{self.path} was removed or replaced while this process was training in it.")
+            yield
 
     def rewind(self) -> None:
         """Forget what was logged after the last checkpoint, and files that no checkpoint names."""
-        with _writing(self.path):
-            os.truncate(self.path / "metrics.jsonl", self.checkpoint["metrics_bytes"])
+        size = self.checkpoint["metrics_bytes"]
+        with self._ours(), open_plain(self.path / contents.METRICS, "r+b") as file:
+            file.truncate(size)
         self._sweep()
 
     def save(
@@ -206,7 +292,9 @@ class RunFolder:
         """Make `step` the checkpoint from which the run goes on; `best`: its weights are the best so far."""
         from safetensors.torch import save
 
-        before = self.checkpoint if (self.path / "checkpoint.json").exists() else {}
+        with self._ours():
+            before = self.checkpoint if (self.path / "checkpoint.json").exists() else {}
+            fixed = [n for n in (*contents.FIXED, *contents.SOMETIMES) if (self.path / n).exists()]
         weights_name, state_name = f"weights-{step}.safetensors", f"state-{step}.safetensors"
         best_name = weights_name if best or not before else before["best"]
         digests = {
@@ -215,11 +303,11 @@ class RunFolder:
         }
         if best_name != weights_name:
             digests[best_name] = before["files"][best_name]
-        for name in ("config.json", "vocabulary.json", "cell.py", "stdin.txt"):
-            if (self.path / name).exists():
-                digests[name] = before["files"][name] if before else _sha256((self.path / name).read_bytes())
-        metrics = (self.path / "metrics.jsonl").read_bytes()
-        digests["metrics.jsonl"] = _sha256(metrics)
+        for name in fixed:
+            if not before or name in before["files"]:
+                digests[name] = before["files"][name] if before else _sha256(self._read(name))
+        metrics = self._read(contents.METRICS)
+        digests[contents.METRICS] = _sha256(metrics)
         checkpoint = {
             "step": step,
             "progress": dict(progress),
@@ -229,80 +317,69 @@ class RunFolder:
             "metrics_bytes": len(metrics),
             "files": digests,
         }
-        self._write("checkpoint.json", _json(checkpoint | {"sha256": _sha256(_json(checkpoint))}))
+        own = _sha256(contents.to_json(checkpoint))
+        self._write("checkpoint.json", contents.to_json(checkpoint | {"sha256": own}))
         self._sweep()
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """A result beside the run, such as a comparison."""
-        self._write(name, _json(data))
+        self._write(name, contents.to_json(data))
 
-    def comparison(self) -> "Comparison | None":
+    def comparison(self) -> contents.Comparison | None:
         """What `loopfold compare` left here; None where it did not run."""
         path = self.path / "comparison.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
+        data = self._read(path.name)
         try:
-            data = json.loads(self._read(path.name))
-            return Comparison(str(data["on"]), tuple(comparison_row(row) for row in data["rows"]))
-        except (ValueError, LookupError, TypeError) as error:
+            return contents.Comparison.from_json(contents.from_json(data))
+        except ValueError as error:
             command = f"loopfold compare {quote(str(self.path))}"
             raise RunError(f"{path} is damaged ({error}). Remove it, or type {command}") from error
+
+    def below(self, *names: str) -> Path:
+        """A place for results in the folder; links would lead out of it."""
+        path = self.path
+        for name in names:
+            path /= name
+            if path.is_symlink():
+                raise RunError(f"{path} is a symbolic link, and results of a run stay in its folder: remove it.")
+        return path
 
     # ---------------------------------------------------------------- bytes
 
     def _sweep(self) -> None:
-        """Remove the tensors that no checkpoint names, and what a killed process was writing."""
+        """Remove the tensors that no checkpoint names, and checkpoints that a killed process was writing."""
         named = self.checkpoint["files"]
-        for pattern in ("weights-*.safetensors", "state-*.safetensors", "*.new"):
-            for path in self.path.glob(pattern):
-                if path.name not in named:
-                    with contextlib.suppress(OSError):  # it is in nobody's way
-                        path.unlink(missing_ok=True)
+        with self._ours():
+            for pattern in ("weights-*.safetensors*", "state-*.safetensors*", "checkpoint.json.*.new"):
+                for path in self.path.glob(pattern):
+                    if path.name not in named:
+                        with contextlib.suppress(OSError):  # it is in nobody's way
+                            path.unlink(missing_ok=True)
 
     def _write(self, name: str, data: bytes) -> str:
         """Put `data` in place as a whole or not at all; its SHA-256."""
-        with _writing(self.path):
+        with self._ours():
             write_whole(self.path / name, data)
             _flush(self.path)
         return _sha256(data)
 
     def _read(self, name: str) -> bytes:
         try:
-            return (self.path / name).read_bytes()
+            with open_plain(self.path / name, "rb") as file:
+                return file.read()
         except OSError as error:
             raise RunError(f"{self.path / name} cannot be read: {error.strerror}.") from error
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _checking(self, name: str) -> Iterator[bytes]:
+        """What a file holds; say of which file it is, if it is not what it must be."""
+        data = self._read(name)
         try:
-            return json.loads(self._read(name))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise RunError(f"{self.path / name} is damaged: it is not JSON ({error}).") from error
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A table of perplexities: the text that it is on, test or valid, and a `comparison_row` for each model."""
-
-    on: str
-    rows: tuple[dict[str, Any], ...]
-
-
-def comparison_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is shown of a row of a comparison, in numbers that are numbers; None for those that are not finite."""
-    ledger = row["ledger"]
-    names = ("nll", "perplexity", "nats_per_token", "bits_per_character")
-    figures: dict[str, Any] = {"tokens": int(ledger["tokens"]), "unit": str(ledger["unit"])}
-    figures |= {name: None if ledger[name] is None else float(ledger[name]) for name in names}
-    return {"name": str(row["name"]), "parameters": int(row["parameters"]), "ledger": figures}
-
-
-def baselines(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a learning curve is shown beside, in nats per token: the runs compared, the networks, the best n-gram."""
-    nats = {row["name"]: row["ledger"]["nats_per_token"] for row in rows}
-    known = {name: value for name, value in nats.items() if value is not None}
-    tables = [name for name in known if name.endswith("gram")]
-    worse = {"uniform", *sorted(tables, key=known.__getitem__)[1:]}
-    return {name: value for name, value in known.items() if name not in worse}
+            yield data
+        except ValueError as error:
+            raise RunError(f"{self.path / name} is damaged: {str(error).rstrip('.')}.") from error
 
 
 def _flush(folder: Path) -> None:
@@ -324,10 +401,6 @@ def _writing(path: Path) -> Iterator[None]:
                 f"no space is left on the disk of {path}. Free some, then --resume if there is a checkpoint."
             ) from error
         raise RunError(f"{path} cannot be written: {error.strerror}. Choose another place with --out.") from error
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def _sha256(data: bytes) -> str:

@@ -4,9 +4,9 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from loopfold.drawing.charts import learning_curves
-from loopfold.drawing.figure import Drawing
 from loopfold.evaluation import perplexity
 from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes, ProcessLost, join_processes
 from loopfold.states import detached, leaves
 from loopfold.text.corpus import Corpus, read_corpus
 from loopfold.text.streams import Streams
-from loopfold.text.vocabulary import Tokens, Vocabulary, vocabulary_from_json
-from loopfold.training.checkpoint import load_state, load_weights, state_of, weights_of
-from loopfold.training.folder import RunError, RunFolder, baselines
+from loopfold.text.vocabulary import Tokens
+from loopfold.training import trust as trusted
+from loopfold.training.checkpoint import load_state, model_with, state_of, weights_of
+from loopfold.training.contents import check_fields
+from loopfold.training.folder import RunError, RunFolder, Taken
 from loopfold.training.options import OptionError, Options, make_model, make_vocabulary
+from loopfold.training.run import LOG_EVERY, Run, check_device, check_same_text, check_trust, open_run, read_again
 from loopfold.training.watching import Plan, Silent, Watcher
-
-LOG_EVERY = 50  # steps
 
 
 class Diverged(Exception):
@@ -44,45 +43,6 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as it stands: its model with the weights that did best on the valid text, and what belongs to it."""
-
-    path: Path
-    options: Options
-    vocabulary: Vocabulary = field(repr=False)
-    model: LanguageModel = field(repr=False)
-    metrics: list[dict[str, Any]] = field(repr=False)
-    config: dict[str, Any] = field(repr=False)
-
-    def corpus(self) -> Corpus:
-        """The text that it was trained on, read again; it must not have changed."""
-        return self._corpus
-
-    def learning_curve(self) -> Drawing:
-        """Nats per token in training and on the valid text; across, what `loopfold compare` found, if it ran."""
-        if not self.curves:
-            raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
-        name = f"{self.config['corpus']['name']}, {self.options.kind}"
-        found = RunFolder(self.path).comparison()
-        if found is None:
-            return learning_curves(self.curves, title=name)
-        return learning_curves(self.curves, baselines(found.rows), f"{name}; across, the {found.on} text")
-
-    @property
-    def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Points (step, nats per token) in training and on the valid text, where they are finite numbers."""
-        points = {
-            part: [(entry["step"], entry[part]) for entry in self.metrics if math.isfinite(entry.get(part, math.nan))]
-            for part in ("train", "valid")
-        }
-        return {part: found for part, found in points.items() if found}
-
-    @cached_property
-    def _corpus(self) -> Corpus:
-        return _read_again(self.options, RunFolder(self.path))
-
-
-@dataclass(frozen=True)
 class Progress:
     """What the loop counts, and a checkpoint keeps."""
 
@@ -93,65 +53,92 @@ class Progress:
     misses: int = 0  # evaluations since then
     seconds: float = 0.0
 
+    @staticmethod
+    def of(folder: RunFolder) -> "Progress":
+        """What the checkpoint of a folder has kept."""
+        try:
+            progress = Progress(**folder.checkpoint["progress"])
+            check_fields(progress)
+            if min(progress.step, progress.tokens, progress.misses) < 0 or not 0 <= progress.seconds < math.inf:
+                raise ValueError("a count is below 0, or the time is no number")
+        except (TypeError, ValueError) as error:
+            raise RunError(
+                f"{folder.path / 'checkpoint.json'} is damaged: its progress cannot be ({error})."
+            ) from error
+        return progress
 
-def train(options: Options, out: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0) -> Run:
-    """Train a language model as `options` say, in a new run folder `out`; a checkpoint every `save_every` seconds."""
-    _check_device(options.device)
+
+def train(
+    options: Options, out: str | Path | None = None, *, watcher: Watcher = Silent(), save_every: float = 30.0
+) -> Run:
+    """Train a language model as `options` say, in a new run folder; a checkpoint every `save_every` seconds.
+
+    `out`  the folder, which is not there yet or empty; by default runs/NAME-N, with the first N that is free
+    """
+    check_device(options.device)
     processes = join_processes(options.device)
     _check_shares(options.streams, processes)
     _check_text(options, processes)
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     if options.patience is not None and not corpus.valid:
         raise OptionError("patience needs a valid text to watch, and there is none: leave it out, or give one.")
-    folder = RunFolder(Path(out))
-    if processes.first:
-        vocabulary = make_vocabulary(options, corpus.train)
-        train_ids = vocabulary.encode(corpus.train).ids
-        distinct = len({*train_ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
-        if distinct < 2:
-            raise OptionError(f"the text has only {distinct} distinct {vocabulary.unit}: there is nothing to predict.")
-        _check_shares(min(options.streams, len(train_ids)), processes)
-        model = make_model(options, vocabulary.size)
-        _try(model, options)  # before anything is written: a cell may not fit
-        about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(train_ids)}
-        start = asdict(Progress()), weights_of(model)
-        folder = RunFolder.create(Path(out), options.from_anywhere(), about, vocabulary.as_json(), *start)
-    with _together(folder):
-        processes.any(False)  # the others wait here until the folder is there
-    _check_same_text(corpus, folder)
-    return _go_on(folder, corpus, processes, watcher, save_every)
+    with ExitStack() as held:
+        folder = _begin(options, corpus, out, processes, held) if processes.first else RunFolder(Path(out or "runs"))
+        with _together(folder):
+            path = processes.told(str(folder.path))  # the others wait here until the folder is there
+        if not processes.first:
+            folder = RunFolder(Path(path))
+        check_same_text(corpus, folder)
+        return _go_on(folder, corpus, processes, watcher, save_every)
 
 
-def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0) -> Run:
-    """Go on with a run that was stopped or killed, from its last checkpoint, bit for bit as if it never had been."""
-    folder = RunFolder.open(Path(path))
-    options = folder.options
-    _check_device(options.device)
-    processes = join_processes(options.device)
-    corpus = _read_again(options, folder)
-    if processes.first:
-        folder.rewind()
-    with _together(folder):
-        processes.any(False)
-    return _go_on(folder, corpus, processes, watcher, save_every)
-
-
-def open_run(path: str | Path, device: str = "cpu") -> Run:
-    """The run in a folder, ready to be evaluated and to generate. It may be training at the same time."""
-    _check_device(device)
-    for _ in range(5):
-        before = RunFolder(Path(path)).step()
+def _begin(
+    options: Options, corpus: Corpus, out: str | Path | None, processes: Processes, held: ExitStack
+) -> RunFolder:
+    """The new folder, locked for as long as `held` is open."""
+    vocabulary = make_vocabulary(options, corpus.train)
+    train_ids = vocabulary.encode(corpus.train).ids
+    distinct = len({*train_ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
+    if distinct < 2:
+        raise OptionError(f"the text has only {distinct} distinct {vocabulary.unit}: there is nothing to predict.")
+    _check_shares(min(options.streams, len(train_ids)), processes)
+    model = make_model(options, vocabulary.size)
+    _try(model, options)  # before anything is written: a cell may not fit
+    about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(train_ids)}
+    start = asdict(Progress()), weights_of(model)
+    name = "stdin" if options.sources[0] == "-" else Path(options.sources[0]).stem
+    for n in count(1):
+        path = Path(out) if out is not None else Path("runs") / f"{name}-{options.kind}-{n}"
         try:
-            folder = RunFolder.open(Path(path))
-            options, config, metrics = folder.options, folder.config, folder.metrics
-            vocabulary = vocabulary_from_json(folder.vocabulary)
-            model = make_model(options, vocabulary.size)
-            load_weights(model, folder, folder.checkpoint["best"])
+            new = RunFolder.create(path, options.from_anywhere(), about, vocabulary.as_json(), *start)
+            folder = held.enter_context(new)
             break
-        except (RunError, OSError):  # perhaps a new checkpoint has come meanwhile, and its files gone
-            if RunFolder(Path(path)).step() == before:
+        except Taken:
+            if out is not None:
                 raise
-    return Run(Path(path), options, vocabulary, model.to(device).eval(), metrics, config)
+    if digest := folder.cell_digest():
+        trusted.remember(digest)  # it has run already
+    return folder
+
+
+def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0, trust: bool = False) -> Run:
+    """Go on with a run that was stopped or killed, from its last checkpoint, bit for bit as if it never had been.
+
+    `trust`  as in `open_run`
+    """
+    folder = RunFolder.find(Path(path))
+    options = folder.options
+    check_device(options.device)
+    processes = join_processes(options.device)
+    with folder.locked() if processes.first else nullcontext():
+        RunFolder.open(folder.path)  # only now: what another process is training changes while it is read
+        check_trust(folder, trust)
+        corpus = read_again(options, folder)
+        if processes.first:
+            folder.rewind()
+        with _together(folder):
+            processes.any(False)
+        return _go_on(folder, corpus, processes, watcher, save_every)
 
 
 # ------------------------------------------------------------------ the loop
@@ -159,16 +146,14 @@ def open_run(path: str | Path, device: str = "cpu") -> Run:
 
 def _go_on(folder: RunFolder, corpus: Corpus, processes: Processes, watcher: Watcher, save_every: float) -> Run:
     options = folder.options
-    vocabulary = vocabulary_from_json(folder.vocabulary)
+    vocabulary = folder.vocabulary
     train_tokens, valid_tokens = vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid)
-    model = make_model(options, vocabulary.size)
-    load_weights(model, folder, folder.checkpoint["weights"])
-    model.to(options.device)
-    alone = folder.locked() if processes.first else nullcontext()
-    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, alone, watcher, _together(folder):
+    name = folder.checkpoint["weights"]
+    model = model_with(options, vocabulary.size, folder.tensors(name), folder.path / name).to(options.device)
+    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(folder):
         _loop(folder, options, model, train_tokens, valid_tokens, processes, watcher, interrupts, save_every)
         processes.any(False)  # until the first process has written the last checkpoint
-    return open_run(folder.path)
+    return open_run(folder.path, trust=True)
 
 
 def _loop(
@@ -190,7 +175,7 @@ def _loop(
     cold = model.initial_context(streams.count)
 
     optimiser = _optimiser(options, model)
-    progress = Progress(**folder.checkpoint["progress"])
+    progress = Progress.of(folder)
     context = processes.share(load_state(folder, model, optimiser, cold))
     if _finished(progress, steps, options):
         return
@@ -315,14 +300,6 @@ def _optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 # ------------------------------------------------------------------ what must hold, and what to say if not
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise OptionError(f"device {device!r} cannot be used: {reason}. Type --device cpu.") from error
-
-
 def _check_shares(streams: int, processes: Processes) -> None:
     if streams % processes.count:
         raise OptionError(f"{streams} streams cannot be shared by {processes.count} processes; change --streams.")
@@ -359,17 +336,6 @@ def _together(folder: RunFolder) -> Iterator[None]:
 def _check_text(options: Options, processes: Processes) -> None:
     if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
-
-
-def _read_again(options: Options, folder: RunFolder) -> Corpus:
-    corpus = read_corpus(options.sources, options.split, options.valid, options.test)
-    _check_same_text(corpus, folder)
-    return corpus
-
-
-def _check_same_text(corpus: Corpus, folder: RunFolder) -> None:
-    if corpus.sha256 != folder.config["corpus"]["sha256"]:
-        raise RunError(f"the text of {corpus.name} has changed since the run began: {folder.path} needs the old one.")
 
 
 # ------------------------------------------------------------------ signals

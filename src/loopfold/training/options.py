@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from loopfold.language.window import ConvolutionLM, WindowLM
 from loopfold.states import name_of
 from loopfold.text.corpus import PYTHON_DOCS
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
+from loopfold.training.contents import check_fields
 from loopfold.transitions import GRU, LSTM, Elman, LayerNormLSTM
 
 CELLS = {"elman": Elman, "lstm": LSTM, "gru": GRU, "layernorm-lstm": LayerNormLSTM}
@@ -73,10 +75,18 @@ class Options:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if isinstance(self.sources, str):
+        if isinstance(self.sources, str | PathLike):
             object.__setattr__(self, "sources", (self.sources,))
+        if isinstance(self.sources, list | tuple):
+            object.__setattr__(self, "sources", tuple(map(_plain, self.sources)))
+        for name in ("valid", "test"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if isinstance(self.cell, type):
             object.__setattr__(self, "cell", _name_of_cell(self.cell))
+        if isinstance(self.seed, int) and not 0 <= self.seed < 1 << 63:
+            raise OptionError(f"seed must be from 0 to {(1 << 63) - 1}; {self.seed} came.")
+        with _mended():
+            check_fields(self)
         for name, known in (
             ("unit", UNITS),
             ("model", MODELS),
@@ -97,11 +107,13 @@ class Options:
         for name in ("epochs", "learning_rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise OptionError(f"{name} must be above 0; {getattr(self, name)} came.")
+        if self.span > 1 << 20:
+            raise OptionError(f"span must be at most {1 << 20}; got {self.span}.")
+        if self.epochs > 1e9:
+            raise OptionError(f"epochs must be at most 1e9; got {self.epochs}. --patience ends a run by itself.")
         for name in ("weight_decay", "momentum", "clip", "warmup"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise OptionError(f"{name} must be 0 or more; {getattr(self, name)} came.")
-        if not 0 <= self.seed < 1 << 63:
-            raise OptionError(f"seed must be from 0 to {(1 << 63) - 1}; {self.seed} came.")
 
     @property
     def kind(self) -> str:
@@ -229,6 +241,11 @@ def _mended(hint: str = "") -> Iterator[None]:
         raise OptionError(f"{error}{hint}") from error
 
 
+def _plain(source: Any) -> Any:
+    """A path as the text that a run folder stores."""
+    return fspath(source) if isinstance(source, PathLike) else source
+
+
 def _name_of_cell(kind: type[nn.Module]) -> str:
     """A class as a run folder can name it."""
     for name, own in CELLS.items():
@@ -275,8 +292,8 @@ def _load_class(path: Path, name: str) -> Any:
         raise OptionError(f"{path} is no Python file; a cell of your own is given as path/to/file.py:Class.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
-    try:
-        spec.loader.exec_module(module)
+    try:  # from the source, and not by the loader: that would run compiled code which lies beside it
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except Exception as error:
         raise OptionError(f"{path} does not run: {type(error).__name__}: {error}") from error
     found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]

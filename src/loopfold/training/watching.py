@@ -119,7 +119,7 @@ class Terminal(Watcher):
             + (f"; going on from step {plan.begin:,}" if plan.begin else ""),
             highlight=False,
         )
-        self.progress.console.print(f"run folder {plan.path}", highlight=False, soft_wrap=True)
+        self.progress.console.print(f"run folder {plan.path}", highlight=False, soft_wrap=True, markup=False)
         self.progress.console.print(f"{'epoch':>6} {'step':>7} {'train':>7} {'valid':>7} {'perplexity':>11}")
 
     def step(self, step: int, loss: float) -> None:
