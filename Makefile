@@ -22,6 +22,8 @@ bench: .venv/bench-ready
 	.venv/bin/python benchmarks/engines.py
 	.venv/bin/python benchmarks/output_recurrence.py
 	.venv/bin/python benchmarks/training.py
+	.venv/bin/python benchmarks/short_sequences.py
+	.venv/bin/python benchmarks/selfcheck.py
 
 examples: .venv/examples-ready
 	.venv/bin/python examples/build.py

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import zoo
 from torch import Tensor, nn
 
 import loopfold as lf
+from loopfold.engines import looped, programs, selfcheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,6 +32,47 @@ def test_a_gpu_gives_what_the_cpu_gives(make: Callable[[int, int], nn.Module], l
     for engine in (lf.Sequential(), lf.Looped(), lf.Auto()):
         found = gradients(cell.cuda(), x.cuda(), lengths, engine)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_later_checks_make_nobody_wait() -> None:
+    """Once the first runs have been checked, none waits for the GPU, though every one of them is checked."""
+    cell, x = lf.LSTM(3, 17).cuda(), torch.randn(9, 4, 3).cuda()
+    watch = _checked_runs(cell, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            watch.credit = 1.0
+            lf.unfold(cell, x, engine=lf.Looped()).hidden.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.pending is not None
+    torch.cuda.synchronize()
+    assert not watch.answered()
+
+
+def test_a_corrupted_kernel_is_found_out_at_a_later_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, x = lf.LSTM(3, 17).cuda(), torch.randn(9, 4, 3).cuda()
+    watch = _checked_runs(cell, x)
+    right = looped._LoopedKernel.forward
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        emitted, kept = right(self, *arguments)
+        emitted[0][:, 0, -1] += 1e-2
+        return emitted, kept
+
+    monkeypatch.setattr(looped._LoopedKernel, "forward", wrong)
+    watch.credit = 1.0
+    lf.unfold(cell, x, engine=lf.Looped())
+    torch.cuda.synchronize()
+    with pytest.warns(lf.EngineWarning, match="was wrong about LSTM"):
+        found = lf.unfold(cell, x, engine=lf.Looped()).hidden
+    assert torch.equal(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
+
+
+def _checked_runs(cell: nn.Module, x: Tensor) -> selfcheck.Watch:
+    for _ in range(selfcheck.FIRST + 1):
+        lf.unfold(cell, x, engine=lf.Looped()).hidden.sum().backward()
+    return programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch
 
 
 def test_what_stays_on_the_cpu_says_so() -> None:

@@ -1,8 +1,11 @@
 """Auto: the fastest engine that does not refuse, and the reasons in words."""
 
 import warnings
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
@@ -12,6 +15,7 @@ from loopfold.engines.programs import Program, program_of
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of
 from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.trace import BATCH
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Auto(Engine):
     def run(self, recurrence: Recurrence) -> State:
         engine, why = self.choose(recurrence)
         states = engine.run(recurrence)
-        if isinstance(engine, Sequential) and recurrence.memo.get("program") and isinstance(recurrence.f, nn.Module):
+        if isinstance(recurrence.memo.get("program"), str) and isinstance(recurrence.f, nn.Module):  # a refusal
             _tell_once(recurrence.f, why)
         return states
 
@@ -32,13 +36,55 @@ class Auto(Engine):
         """The engine, and why."""
         if recurrence.steps == 1:
             return Sequential(), "there is only one step, so no loop to compile."
+        key = (recurrence.steps, torch.is_grad_enabled(), *(leaf.shape for leaf in leaves(recurrence.state)))
+        short = _short.setdefault(recurrence.f, set()) if isinstance(recurrence.f, nn.Module) else set()
+        if key in short:
+            return Sequential(), SHORT
         reason = FusedCPU().refusal(recurrence)
-        if reason is None:
-            return FusedCPU(), "its loop is native code."
         other = Looped().refusal(recurrence)
-        if other is None:
+        if other is not None:
+            return Sequential(), f"it cannot be compiled: {other}"
+        if leaves(recurrence.state)[0].device.type != "cpu":
             return Looped(), f"FusedCPU cannot run it: {reason}"
-        return Sequential(), f"it cannot be compiled: {other}"
+        gains = _Gains.of(program_of(recurrence).program, recurrence)
+        if reason is None and gains.of_native_code > 0:
+            return FusedCPU(), "its loop is native code."
+        if gains.of_a_lean_loop > 0:
+            why = "its matrices are large and its steps few." if reason is None else f"FusedCPU cannot run it: {reason}"
+            return Looped(), why
+        short.add(key)
+        return Sequential(), SHORT
+
+
+SHORT = "so few steps take less time than preparing a compiled loop."
+_short: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()  # sizes known to be too short
+
+
+@dataclass(frozen=True)
+class _Gains:
+    """What compiled loops save against `Sequential`, less what they cost beforehand: in seconds, forwards, roughly.
+
+    The figures were fitted to `benchmarks/short_sequences.py`. They only decide which engine runs.
+    """
+
+    of_native_code: float
+    of_a_lean_loop: float
+
+    @staticmethod
+    def of(program: Program, recurrence: Recurrence) -> "_Gains":
+        leaf = leaves(recurrence.state)[0]
+        batch, bytes_each = leaf.shape[0], leaf.element_size()
+        inside = sum(v.args[0].width * v.width for v in ordered(program.loop.emitted) if v.op == "matmul")
+        products = [node.inputs()[-1].shape for node in program.graph.operations if node.op in ("mm", "addmm")]
+        outside = sum(k * n for k, n in products if BATCH not in (k, n)) - inside
+        operations = sum(node.op != "getitem" for node in program.graph.operations)
+        # a step: no calls of Python; matrices that stay in the cache; products by tiles; those of x all at once
+        calls, cache = 2.5e-6 * operations, 1.5e-11 * inside * bytes_each
+        tiles = 1.8e-11 * (batch - 1) * inside
+        hoisted = (3e-11 if torch.is_grad_enabled() else 7e-12) * max(0, outside) * bytes_each
+        packing = 3e-10 * inside * bytes_each  # of the matrices, into the order in which a kernel reads them
+        native = recurrence.steps * (calls + cache + tiles) - packing - 2e-4
+        return _Gains(native, recurrence.steps * (0.4 * calls + hoisted) - 3e-4)
 
 
 _told: set[tuple[type, str]] = set()

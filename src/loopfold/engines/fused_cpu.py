@@ -208,9 +208,16 @@ class _Native:
         depth, columns = matrix.shape
         blocks, vectors = self.shape.block(columns)
         width = vectors * self.shape.lanes
-        padded = matrix.new_zeros(depth, blocks * width)
-        padded[:, :columns] = matrix
-        return padded.view(depth, blocks, width).transpose(0, 1).contiguous()
+        packed, whole = matrix.new_empty(blocks, depth, width), columns // width
+        if matrix.stride(1) == 1:
+            packed[:whole].copy_(matrix[:, : whole * width].unflatten(1, (whole, width)).transpose(0, 1))
+        else:  # W.T of the user's W: torch transposes two dimensions several times faster than three
+            for i in range(whole):
+                packed[i].copy_(matrix[:, i * width : (i + 1) * width])
+        if whole < blocks:
+            packed[whole].zero_()
+            packed[whole, :, : columns - whole * width] = matrix[:, whole * width :]
+        return packed
 
 
 _Kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)  # called without the GIL
