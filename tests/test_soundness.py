@@ -306,7 +306,7 @@ def test_the_mode_of_the_first_call_decides_nothing_for_the_next(mode: Any, engi
         found = lf.unfold(cell, x, engine=engine).hidden
         torch.testing.assert_close(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
     assert_agrees(engine, cell, x)
-    assert "FusedCPU" in lf.Recurrent(cell).explain(x)
+    assert type(engine).__name__ in lf.Recurrent(cell, engine).explain(x)
 
 
 def test_a_step_that_switches_gradients_off_is_compiled_for_no_one() -> None:
@@ -695,6 +695,20 @@ def test_later_runs_are_checked_as_often_as_a_hundredth_of_the_time_allows(
     clock[0] = 0.3
     found, expected = (lf.unfold(cell, x, engine=e).hidden for e in (lf.FusedCPU(), lf.Sequential()))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_choice_by_the_batch_size_is_caught() -> None:
+    """A trace cannot see it; the first run of every batch size is checked."""
+    cell = Given(lambda f, h, x: torch.tanh(h @ f.W + x) if len(h) > 3 else torch.sin(h @ f.W + x)).double()
+    for batch in (8, 8, 8, 8):
+        x = sequence(6, batch, 4)
+        torch.testing.assert_close(
+            lf.unfold(cell, x, engine=lf.FusedCPU()).hidden, lf.unfold(cell, x, engine=lf.Sequential()).hidden
+        )
+    x = sequence(6, 2, 4)
+    with pytest.warns(lf.EngineWarning, match="was wrong about Given"):
+        found = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
+    assert torch.equal(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
 
 
 @pytest.mark.parametrize("unequal", [False, True])

@@ -76,8 +76,8 @@ class Recurrent(RecurrentLayer):
     ) -> str:
         """In words: which engine would run this call, why, and what the compiler made of the transition.
 
-        >>> print(Recurrent(Elman(3, 5)).explain(torch.ones(7, 2, 3)))
-        Elman over τ = 7, batch 2, float32 on cpu: FusedCPU, because its loop is native code.
+        >>> print(Recurrent(Elman(3, 5)).explain(torch.ones(20, 2, 3)))
+        Elman over τ = 20, batch 2, float32 on cpu: FusedCPU, because its loop is native code.
           before the loop, for all steps at once: 1 sequence of what x decides alone
           in the loop: 1 product (5×5), 2 other operations
           kept for the way back, beside the states: nothing

@@ -135,9 +135,11 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     except Unsound as fault:
         return None, str(fault)
     end = time.perf_counter()
-    on_gpu = leaves(states)[0].device.type == "cuda"
+    first = leaves(states)[0]
+    on_gpu = first.device.type == "cuda"
     wait = not on_gpu or watch.answered() or watch.runs < FIRST
-    if not (watch.due(end - begin) or (on_gpu and wait)) or (on_gpu and torch.cuda.is_current_stream_capturing()):
+    due = watch.due(end - begin, (first.shape[1], recurrence.lengths is None, first.requires_grad, first.device))
+    if not (due or (on_gpu and wait)) or (on_gpu and torch.cuda.is_current_stream_capturing()):
         return states, None
     doubted.append(step_to_check(recurrence, watch.runs))
     reason = None
@@ -149,7 +151,7 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     except Exception as error:  # the step itself fails there, and `Sequential` will say how
         reason = f"the step fails: {error}"
     watch.paid(time.perf_counter() - end)
-    if reason is None and wait and leaves(states)[0].requires_grad and watch.guards_gradients():
+    if reason is None and wait and first.requires_grad and watch.guards_gradients():
         again = partial(_run_again, engine, kernel, found)
         guard = Guard(recurrence, detached(states), again, watch, partial(_distrust, engine, recurrence))
         states = guarded(guard, states)

@@ -6,13 +6,14 @@ random, is run as it stands, from the state before it,
     state(t) = f(state(t-1), x(t))
 
 and must be what the engine gave; now and then the gradients of two steps are compared too. The first runs of a program
-are always checked, later ones as often as keeps the cost at a hundredth of the time that running takes.
+are always checked, and the first of every batch size; later ones as often as keeps the cost at a hundredth of the time
+that running takes.
 """
 
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from loopfold.states import State, leaves, rebuild
 
 SHARE = 0.01  # of the time that runs take
 FIRST = 3  # runs of a program that are checked whatever it costs
+KINDS = 64  # of runs, the first of which is checked: after that, batch sizes are taken to be arbitrary
 GUARDED = 1 / 8  # of the later checks, those that look at gradients too
 # How far rounding may take one step apart: of the largest value of a tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -41,14 +43,18 @@ class Watch:
     runs: int = 0
     credit: float = 0.0  # seconds that checks may take
     cost: float = 0.0  # of the last check, in seconds
+    kinds: set[Any] = field(default_factory=set)  # of runs that were checked: batch size, lengths or none, …
     guards: int = 0  # runs whose gradients were to be compared too
     pending: tuple[Tensor, Any] | None = None  # on a GPU: an answer to come, and the event that it waits for
 
-    def due(self, seconds: float) -> bool:
-        """Whether to check the run that has just taken so long."""
+    def due(self, seconds: float, kind: Any) -> bool:
+        """Whether to check the run that has just taken so long: one of the first, the first of its kind, or in turn."""
         self.runs += 1
         self.credit += SHARE * seconds
-        return self.runs <= FIRST or self.credit >= self.cost
+        new = kind not in self.kinds and len(self.kinds) < KINDS
+        if new:
+            self.kinds.add(kind)
+        return new or self.runs <= FIRST or self.credit >= self.cost
 
     def paid(self, seconds: float) -> None:
         self.cost = seconds

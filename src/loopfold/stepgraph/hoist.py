@@ -400,6 +400,7 @@ _ALONG_A_DIMENSION = {  # operation: where its dimension stands among the argume
     **{"_softmax": 1, "_log_softmax": 1, "cumsum": 1, "sum": 1, "mean": 1, "amax": 1, "amin": 1, "unbind": 1},
     **{"linalg_vector_norm": 2, "squeeze": 1, "argmax": 1},
 }
+_UNTAGGED = {"leaky_relu", "rsub"}  # pointwise too, though not every version of torch says so
 _SAME_FIRST = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "zeros_like", "ones_like"}
 _SAME_FIRST |= {"full_like", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "_to_copy"}
 
@@ -411,7 +412,7 @@ def check_rowwise(node: Node) -> None:
     fine = False
     if node.op == "getitem":
         fine = True
-    elif node.target is not None and torch.Tag.pointwise in node.target.tags:
+    elif node.target is not None and (torch.Tag.pointwise in node.target.tags or node.op in _UNTAGGED):
         fine = all(len(n.shape) == rank and n.shape[0] is BATCH for n in reads) and not any(
             n not in reads and len(n.shape) == rank and n.shape[0] != 1 for n in node.inputs()
         )
