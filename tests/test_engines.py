@@ -321,7 +321,7 @@ def _repeated(v: Tensor, times: int) -> Tensor:
 
 def test_a_step_that_never_stays_the_same_is_left_to_the_plain_loop() -> None:
     """Another number is an input of the program; another operation is another program, and sixteen are enough."""
-    cell, x = Changing(), torch.randn(3, 2, 4)
+    cell, x = Changing(), torch.randn(40, 2, 4)
     for i in range(20):
         cell.activation = functools.partial(_repeated, times=i)
         run = lf.unfold(cell, x, state=torch.zeros(2, 4))
@@ -460,7 +460,11 @@ def test_explain_says_which_engine_and_why() -> None:
     assert "LSTM over τ = 9, batch 2, float32 on cpu: FusedCPU" in text
     assert "1 product (5×20)" in text
     assert "20 numbers a step and sequence" in text
-    assert "beside the states: nothing" in lf.Recurrent(lf.Elman(3, 5)).explain(torch.randn(9, 2, 3))
+    assert "beside the states: nothing" in lf.Recurrent(lf.Elman(3, 5)).explain(torch.randn(30, 2, 3))
+    assert "Sequential, because so few steps" in lf.Recurrent(lf.Elman(3, 5)).explain(torch.randn(3, 2, 3))
+    assert "Looped, because its matrices are large" in lf.Recurrent(lf.Elman(1024, 1024)).explain(
+        torch.randn(9, 1, 1024)
+    )
     refused = lf.Recurrent(Refused(_branch)).explain(torch.randn(9, 2, 4), state=torch.ones(2, 4))
     assert "Sequential" in refused
     assert "torch.where" in refused
@@ -582,7 +586,7 @@ def test_each_kind_of_token_is_computed_on_once(monkeypatch: pytest.MonkeyPatch)
         run(self, roots, values, many)
 
     monkeypatch.setattr(Loop, "run", noted)
-    lf.unfold(TOKEN_STEPS["LSTM"](9, 4), torch.tensor([[3, 1], [4, 1], [5, 3]]))
+    lf.unfold(TOKEN_STEPS["LSTM"](9, 4), torch.tensor([[3, 1], [4, 1], [5, 3]]), engine=lf.FusedCPU())
     assert rows == [4]  # 1, 3, 4 and 5, not the six places
 
 
@@ -594,7 +598,7 @@ def test_a_run_leaves_no_cycle_that_holds_tensors() -> None:
         gc.disable()
         try:
             gc.set_debug(gc.DEBUG_SAVEALL)
-            lf.unfold(cell, torch.zeros(7, 3, dtype=torch.long)).hidden.sum().backward()
+            lf.unfold(cell, torch.zeros(7, 3, dtype=torch.long), engine=lf.FusedCPU()).hidden.sum().backward()
             gc.collect()
             kept = [thing for thing in gc.garbage if isinstance(thing, Tensor)]
         finally:

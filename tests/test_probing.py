@@ -378,7 +378,7 @@ def test_a_step_that_cannot_be_traced_is_refused_not_guessed() -> None:
         (hooked, r"state of Elman is not known, .* has hooks, .* Take them off first: handle.remove\(\)\."),
         (lf.SequenceToSequence(hooked, 3), "state of Elman is not known"),
         (Dropping(always=True), "it draws random numbers"),
-        (Remembering(), r"it sets self.seen at every step.* torch.linalg.eigvals"),
+        (Remembering(), r"it changes self.seen at every step.* torch.linalg.eigvals"),
         (Columns(), r"aten.bmm. Write it as a product of rows \[batch, n\], such as h @ W.T"),
     ):
         with pytest.raises(ValueError, match=said):
