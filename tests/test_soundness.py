@@ -110,6 +110,23 @@ def test_a_plan_that_reads_too_early_never_runs(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
 
 
+def test_a_plan_of_the_way_back_that_reads_too_early_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loopfold.engines.plan import Plan
+
+    right = Plan._stage
+    monkeypatch.setattr(
+        Plan, "_stage", lambda self, v: 0 if v.op == "sum" and self.source.backwards else right(self, v)
+    )
+    cell, x = Given(OVER_STATE_AND_INPUT["layer norm"]).double(), sequence(5, 2, 4)
+
+    def gradients(engine: lf.Engine) -> Tensor:
+        return torch.autograd.grad(lf.unfold(cell, x, engine=engine).hidden.sum(), cell.wide)[0]
+
+    with pytest.warns(lf.EngineWarning, match="before it is written"):
+        found = gradients(lf.FusedCPU())
+    torch.testing.assert_close(found, gradients(lf.Sequential()))
+
+
 # ------------------------------------------------------------------ truth values, numbers, dtypes
 
 
@@ -798,10 +815,23 @@ def test_the_check_leaves_no_trace_of_itself() -> None:
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
     assert len(called) == 1
-    other = lf.GRU(3, 5)
-    ref = weakref.ref(other)
-    lf.unfold(other, x, engine=lf.FusedCPU()).hidden.sum().backward()
-    del other
+
+
+def test_nothing_that_is_kept_of_a_module_keeps_it_alive() -> None:
+    """Not its program, nor its fingerprint, though a method or a function of the step holds the module itself."""
+    x = sequence(7, 3, 4, dtype=torch.float32)
+
+    def make() -> weakref.ref[nn.Module]:
+        class Own(Annealed):
+            def forward(self, h: Tensor, x: Tensor) -> Tensor:
+                return super().forward(h, x) * kept.alpha
+
+        kept = Own()
+        vars(kept)["more"] = lambda v: v * kept.alpha
+        lf.unfold(kept, x, engine=lf.FusedCPU()).hidden.sum().backward()
+        return weakref.ref(kept)
+
+    ref = make()
     gc.collect()
     assert ref() is None
 

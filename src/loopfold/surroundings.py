@@ -38,7 +38,8 @@ def only_numbers_differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether two fingerprints are the same but for the values of floats."""
     if len(one) != len(other):
         return False
-    return all(one[i - 1] is other[i - 1] is float for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    different = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    return all(one[i - 1] == other[i - 1] == id(float) for i in different)
 
 
 @contextmanager
@@ -70,9 +71,21 @@ class _Kind(NamedTuple):
     key: Callable[[Any], Any]
 
 
-def _refill(thing: Any, before: Any) -> None:
+def _refill(thing: Any, before: list[Any]) -> None:
     thing.clear()
-    (thing.extend if hasattr(thing, "extend") else thing.update)(before)
+    thing.extend(before)
+
+
+def _refill_set(thing: set[Any], before: set[Any]) -> None:
+    thing &= before
+    thing |= before
+
+
+def _refill_dict(thing: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Never empty in between: it may be what a module holds, and other threads may be using that."""
+    for key in thing.keys() - before.keys():
+        del thing[key]
+    thing.update(before)
 
 
 def _set_again(thing: Any, before: dict[str, Any]) -> None:
@@ -91,6 +104,17 @@ def _attributes(thing: Any) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in _slots(kind) if hasattr(thing, name)}
 
 
+def _named(variables: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: variables[name] for name in names if name in variables}
+
+
+def _name_again(place: tuple[dict[str, Any], frozenset[str]], before: dict[str, Any]) -> None:
+    variables, names = place
+    for name in _named(variables, names).keys() - before.keys():
+        del variables[name]
+    variables.update(before)
+
+
 def _by_identity(contents: dict[Any, Any]) -> Any:
     return {(key, id(value)) for key, value in contents.items()}
 
@@ -106,15 +130,11 @@ def _put(array: Any, before: Any) -> None:
 
 
 _SEQUENCE = _Kind(list, _refill, lambda contents: [id(value) for value in contents])
-_SET = _Kind(set, _refill, lambda contents: {id(value) for value in contents})
-_MAPPING = _Kind(dict, _refill, _by_identity)
+_SET = _Kind(set, _refill_set, lambda contents: {id(value) for value in contents})
+_MAPPING = _Kind(dict, _refill_dict, _by_identity)
 _SET_ON = _Kind(_attributes, _set_again, _by_identity)
 _CELL = _Kind(lambda cell: cell.cell_contents, lambda cell, before: setattr(cell, "cell_contents", before), id)
-_GLOBALS = _Kind(
-    lambda place: {name: place[0][name] for name in place[1] if name in place[0]},
-    lambda place, before: place[0].update(before),
-    _by_identity,
-)
+_GLOBALS = _Kind(lambda place: _named(*place), lambda place, before: _name_again(place, before), _by_identity)
 _ARRAY = _Kind(lambda array: array.copy(), _put, lambda array: array.tobytes())
 _RANDOM = _Kind(lambda source: source.getstate(), lambda source, before: source.setstate(before), lambda state: state)
 _GENERATOR = _Kind(lambda g: g.get_state(), lambda g, before: g.set_state(before), lambda state: state.tolist())
@@ -176,7 +196,7 @@ class _Walk:
 
     def _module(self, part: nn.Module) -> None:
         found = self.found
-        found.append(type(part))
+        found.append(id(type(part)))
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 found.append(key)
@@ -194,12 +214,12 @@ class _Walk:
 
     def _value(self, value: Any) -> None:
         kind = type(value)
+        self.found.append(id(kind))  # not the class itself: what is kept of a module must not keep it alive
         if kind in _PLAIN:
-            self.found += (kind, value)
+            self.found.append(value)
         elif kind is float:
-            self.found += (kind, value.hex())  # 0.0 is not -0.0, and nan is itself
+            self.found.append(value.hex())  # 0.0 is not -0.0, and nan is itself
         elif self._meet(value):
-            self.found.append(kind)
             if len(self._met) > _MOST:
                 self.found.append(id(value))
             else:
@@ -279,7 +299,7 @@ class _Walk:
         for base in kind.__mro__:
             if _is_foreign(base.__module__):
                 continue
-            self.found.append(base)
+            self.found.append(id(base))
             if base not in self._classes:
                 self._classes.add(base)
                 self.mutable.append((base.__name__, base, _SET_ON))

@@ -87,13 +87,14 @@ class _Gains:
         return _Gains(native, recurrence.steps * (0.4 * calls + hoisted) - 3e-4)
 
 
-_told: set[tuple[type, str]] = set()
+_told: set[tuple[str, str, str]] = set()
 
 
 def _tell_once(f: nn.Module, why: str) -> None:
     """Of every class once: what was meant to be compiled runs as a Python loop, many times slower."""
-    if (type(f), why) not in _told:
-        _told.add((type(f), why))
+    key = (type(f).__module__, type(f).__qualname__, why)
+    if key not in _told:
+        _told.add(key)
         warnings.warn(
             f"{name_of(f)} runs as a Python loop: {why} Type engine=lf.Sequential() if that is meant.",
             EngineWarning,

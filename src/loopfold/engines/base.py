@@ -39,6 +39,10 @@ class EngineWarning(UserWarning):
     """A step runs under `Sequential` that was meant to be compiled: the values are right, the speed is not."""
 
 
+class Unsound(Exception):
+    """A kernel that would read memory that nothing has written: a fault of ours, found before any code runs."""
+
+
 class Engine(ABC):
     """Runs a recurrence. States and every gradient match `Sequential` within the engine's stated tolerance."""
 

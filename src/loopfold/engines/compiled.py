@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from loopfold.engines.base import Engine, EngineWarning, Recurrence
+from loopfold.engines.base import Engine, EngineWarning, Recurrence, Unsound
 from loopfold.engines.programs import Found, Program, forget, program_of
 from loopfold.engines.selfcheck import FIRST, Guard, agrees_later, come_many, disagreement, guarded, step_to_check
 from loopfold.engines.sequential import Sequential
@@ -30,10 +30,6 @@ from loopfold.stepgraph.hoist import Loop, needed_for
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.trace import Node, Refusal
 from loopfold.surroundings import global_hooks
-
-
-class Unsound(Exception):
-    """A kernel that would read memory that nothing has written: a fault of the plan, found before any code runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +131,10 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     except Unsound as fault:
         return None, str(fault)
     end = time.perf_counter()
-    first = leaves(states)[0]
-    on_gpu = first.device.type == "cuda"
+    device, record = leaves(states)[0].device, any(leaf.requires_grad for leaf in leaves(states))
+    on_gpu = device.type == "cuda"
     wait = not on_gpu or watch.answered() or watch.runs < FIRST
-    due = watch.due(end - begin, (first.shape[1], recurrence.lengths is None, first.requires_grad, first.device))
+    due = watch.due(end - begin, (leaves(states)[0].shape[1], recurrence.lengths is None, record, device))
     if not (due or (on_gpu and wait)) or (on_gpu and torch.cuda.is_current_stream_capturing()):
         return states, None
     doubted.append(step_to_check(recurrence, watch.runs))
@@ -151,7 +147,7 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     except Exception as error:  # the step itself fails there, and `Sequential` will say how
         reason = f"the step fails: {error}"
     watch.paid(time.perf_counter() - end)
-    if reason is None and wait and first.requires_grad and watch.guards_gradients():
+    if reason is None and wait and record and watch.guards_gradients():
         again = partial(_run_again, engine, kernel, found)
         guard = Guard(recurrence, detached(states), again, watch, partial(_distrust, engine, recurrence))
         states = guarded(guard, states)
@@ -268,6 +264,8 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        if all(g is None for g in incoming):  # nothing comes back this way
+            return (None,) * len(ctx.needs_input_grad)
         tensors = list(ctx.saved_tensors)
         sources = [t for t in (*tensors, *incoming) if t is not None and t.requires_grad]
         n_constants, n_inputs, n_state, n_emitted = ctx.counts

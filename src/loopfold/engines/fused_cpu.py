@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, Unsound, compiled_refusal, run_compiled
+from loopfold.engines.base import Engine, Recurrence, Unsound
+from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, compiled_refusal, run_compiled
 from loopfold.engines.plan import Place, Source
 from loopfold.engines.programs import Program, alone
 from loopfold.states import State, leaves, whole_number

@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from loopfold.engines.compiled import Unsound
+from loopfold.engines.base import Unsound
 from loopfold.engines.plan import Place, Plan, Source
 from loopfold.engines.vectors import Vectors
 from loopfold.stepgraph.loop import LEAVES, POINTWISE, Value, ordered

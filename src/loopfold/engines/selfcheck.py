@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopfold.engines.base import Recurrence
+from loopfold.engines.base import Recurrence, Unsound
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, rebuild
 
@@ -239,7 +239,10 @@ class Guard:
             return list(torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True))
 
         inputs = [*before, *([] if x is None else [x])]
-        ours = gradients(self.run, *inputs)
+        try:
+            ours = gradients(self.run, *inputs)
+        except Unsound as fault:
+            return str(fault)
         return _differ(ours, partial(gradients, Sequential().run), inputs, f"a gradient of step {t + 1}")
 
     def by_definition(self, roots: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
