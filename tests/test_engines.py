@@ -321,7 +321,7 @@ def _repeated(v: Tensor, times: int) -> Tensor:
 
 def test_a_step_that_never_stays_the_same_is_left_to_the_plain_loop() -> None:
     """Another number is an input of the program; another operation is another program, and sixteen are enough."""
-    cell, x = Changing(), torch.randn(40, 2, 4)
+    cell, x = Changing(), torch.randn(600, 2, 4)
     for i in range(20):
         cell.activation = functools.partial(_repeated, times=i)
         run = lf.unfold(cell, x, state=torch.zeros(2, 4))

@@ -554,3 +554,12 @@ def test_results_replace_a_link_and_do_not_follow_it(
     (run / name).symlink_to(tmp_path / "outside")
     said_by(*command, run)
     assert (tmp_path / "outside").read_text() == "mine"
+
+
+def test_a_folder_of_runs_that_is_a_link_to_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No free name is looked for without end."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be or not to be " * 50)
+    Path("runs").symlink_to("nowhere")
+    with pytest.raises(lf.RunError, match="cannot be made: runs is no folder"):
+        lf.train(lf.Options(sources=("text.txt",), hidden_size=4, epochs=0.1))

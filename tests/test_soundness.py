@@ -3,6 +3,7 @@
 Each test is of something that a user did, or could do, and that a compiler is tempted to get wrong.
 """
 
+import array
 import collections
 import contextlib
 import copy
@@ -19,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -447,9 +449,38 @@ class Settings:
 
 
 module = types.ModuleType("settings_of_a_user")
-vars(module).update(alpha=1.0, inner=types.ModuleType("settings_of_a_user.inner"))
+vars(module).update(alpha=1.0, beta=1.0, inner=types.ModuleType("settings_of_a_user.inner"))
 vars(module.inner).update(alpha=1.0)
 DEEP = 1.0
+
+
+def beta() -> float:
+    return module.beta
+
+
+imported = types.ModuleType("imported_by_a_step")
+vars(imported).update(alpha=1.0)
+sys.modules["imported_by_a_step"] = imported
+
+
+@functools.singledispatch
+def dispatched(v: Any) -> float:
+    return beta()
+
+
+class Table:
+    def __init__(self) -> None:
+        self.rows = [1.0]
+
+    def __getitem__(self, i: int) -> float:
+        return self.rows[i] * DEEP
+
+
+class AttrDict(dict):  # type: ignore[type-arg]
+    """As many configurations are written: it answers to every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
 
 def one() -> float:
@@ -484,10 +515,21 @@ class Everything(lf.Transition):
         self.hidden = [nn.LeakyReLU(1.0)]
         self.switch = False
         self.whole = 2
+        self.module, self.config, self.table = module.inner, AttrDict(alpha=1.0), Table()
+        self.user, self.chain = collections.UserDict(alpha=1.0), collections.ChainMap({"alpha": 1.0})
+        self.numbers, self.fraction = array.array("d", [1.0]), Fraction(1, 1)
+        self.optimiser = torch.optim.SGD([self.W], lr=1.0)
 
     @property
     def gain(self) -> float:
         return Settings.alpha * self.nested.model.rnn.alpha * float(self.array[1]) * self.queue[0]
+
+    def further(self) -> float:
+        import imported_by_a_step  # type: ignore[import-not-found]
+
+        held = self.module.alpha * self.config.alpha * self.table[0] * self.user["alpha"] * self.chain["alpha"]
+        held = held * self.numbers[0] * float(self.fraction) * self.optimiser.param_groups[0]["lr"]
+        return held * imported_by_a_step.alpha
 
     def initial_state(self, batch: int) -> Tensor:
         return self.W.new_zeros(batch, 4)
@@ -495,7 +537,7 @@ class Everything(lf.Transition):
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         a = self.activation(self.hidden[0](h @ self.W + x))
         a = a * self.gain * self.slots.alpha * self.ordered["alpha"] * self.listed[0][0]["a"][1][0]
-        a = a * module.alpha * module.inner.alpha * one()
+        a = a * module.alpha * module.inner.alpha * one() * dispatched(0) * self.further()
         a = a - 0.1 if self.switch else a
         return torch.tanh(a) / self.whole + (0.25 if torch.is_grad_enabled() else 0.0)
 
@@ -519,6 +561,16 @@ CHANGES: dict[str, Callable[[Everything, pytest.MonkeyPatch], Any]] = {
     "a module in a list": lambda f, m: setattr(f.hidden[0], "negative_slope", 0.7),
     "a helper four calls deep": lambda f, m: m.setitem(globals(), "DEEP", 0.7),
     "the default of a function": lambda f, m: _by_default(f, m),
+    "what a helper reads of a module": lambda f, m: m.setattr(module, "beta", 0.7),
+    "a module that is an attribute": lambda f, m: m.setattr(module.inner, "alpha", 0.7),
+    "a module imported in a method": lambda f, m: m.setattr(imported, "alpha", 0.7),
+    "a configuration that answers to every name": lambda f, m: f.config.update(alpha=0.7),
+    "behind an index": lambda f, m: f.table.rows.__setitem__(0, 0.7),
+    "a user's dict": lambda f, m: f.user.update(alpha=0.7),
+    "a chain of maps": lambda f, m: f.chain.update(alpha=0.7),
+    "an array of Python's": lambda f, m: f.numbers.__setitem__(0, 0.7),
+    "a fraction": lambda f, m: setattr(f, "fraction", Fraction(7, 10)),
+    "a learning rate": lambda f, m: f.optimiser.param_groups[0].update(lr=0.7),
     "a flag": lambda f, m: setattr(f, "switch", True),
     "a whole number": lambda f, m: setattr(f, "whole", 3),
     "a whole number that becomes a float": lambda f, m: setattr(f, "whole", 2.5),
@@ -541,13 +593,72 @@ def test_whatever_changes_around_a_step_is_seen(change: str, monkeypatch: pytest
     assert not torch.equal(before, after) or "sign" in change
 
 
-def test_whether_gradients_are_on_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "disagreement", lambda *_: None)
+def test_whether_gradients_are_on_is_seen() -> None:
     cell, x = Everything().double(), sequence(6, 2, 4)
     for mode in (torch.no_grad, contextlib.nullcontext, torch.no_grad):
         with mode():
             found, expected = (lf.unfold(cell, x, engine=e).hidden for e in (lf.FusedCPU(), lf.Sequential()))
             torch.testing.assert_close(found, expected)
+
+
+def test_no_object_is_taken_for_another_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "disagreement", lambda *_: None)
+
+    def step(f: Any, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ f.W + x * float(f.kept))
+
+    cell, x = Given(step).double(), sequence(6, 2, 4)
+    for i in range(40):
+        vars(cell)["kept"] = Fraction(i, 40)
+        found, expected = (lf.unfold(cell, x, engine=e).hidden for e in (lf.FusedCPU(), lf.Sequential()))
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_step_of_many_modules_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "disagreement", lambda *_: None)
+
+    class Many(Given):
+        def __init__(self) -> None:
+            super().__init__(lambda f, h, x: torch.tanh(h @ f.W + x * f.parts[-1].listed[0]))
+            self.parts = nn.ModuleList([nn.Linear(1, 1) for _ in range(300)])
+            for part in self.parts:
+                vars(part)["listed"] = [1.0]
+
+    cell, x = Many().double(), sequence(6, 2, 4)
+    before = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
+    vars(cell.parts[-1])["listed"][0] = 0.5
+    after = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
+    torch.testing.assert_close(after, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
+    assert not torch.equal(before, after)
+
+
+def test_an_iterator_is_left_alone() -> None:
+    def step(f: Any, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ f.W + x * next(f.iterator))
+
+    cell, x = Given(step).double(), sequence(6, 2, 4)
+    vars(cell)["iterator"] = iter([0.1 * i for i in range(100)])
+    with pytest.raises(ValueError, match=r"takes from the iterator self\.iterator"):
+        lf.unfold(cell, x, engine=lf.FusedCPU())
+    assert next(vars(cell)["iterator"]) == 0.0
+
+
+def test_other_threads_that_draw_random_numbers_are_not_held_against_a_step() -> None:
+    stop, drawn = threading.Event(), []
+
+    def draw() -> None:
+        while not stop.is_set():
+            drawn.append(torch.rand(3).tolist())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(10):
+            lf.unfold(Given(_plain), sequence(6, 2, 4, dtype=torch.float32), engine=lf.FusedCPU())
+    finally:
+        stop.set()
+        thread.join()
+    assert len({str(numbers) for numbers in drawn}) == len(drawn)  # none were drawn twice
 
 
 LOG: list[Any] = []
@@ -692,21 +803,19 @@ def test_a_change_that_nobody_could_see_is_caught(engine: lf.Engine, clock: list
     torch.testing.assert_close(found, expected)
 
 
-def test_later_runs_are_checked_as_often_as_a_hundredth_of_the_time_allows(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float]
-) -> None:
-    seen: list[int] = []
-    real = compiled.disagreement
+def test_later_runs_are_checked_as_often_as_a_hundredth_of_the_time_allows() -> None:
+    watch, checks = selfcheck.Watch(), 0
+    for _ in range(100_000):
+        if watch.due(0.001, "one kind"):
+            checks += 1
+            watch.paid(0.0004)
+    assert 0.009 < checks * 0.0004 / 100 < 0.0102
 
-    def counted(*arguments: Any) -> str | None:
-        seen.append(1)
-        return real(*arguments)
 
-    monkeypatch.setattr(compiled, "disagreement", counted)
+def test_a_later_check_catches_what_the_first_could_not(clock: list[float]) -> None:
     cell, x = Given(stale).double(), sequence(6, 2, 4)
-    for _ in range(40):
+    for _ in range(5):
         lf.unfold(cell, x, engine=lf.FusedCPU())
-    assert selfcheck.FIRST <= len(seen) < 10
     watch = programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch
     watch.credit = 1.0  # as after many runs
     clock[0] = 0.3
@@ -780,6 +889,50 @@ def test_corrupted_gradients_are_caught(
     torch.testing.assert_close(found, gradients(lf.Sequential()), rtol=1e-12, atol=1e-12)
 
 
+def test_a_step_that_changes_before_its_gradients_come_back() -> None:
+    """What counts is what it was forwards; there is nothing to compare with any more."""
+    cell, x = Annealed().double(), sequence(6, 3, 4)
+
+    def gradient(engine: lf.Engine) -> Tensor:
+        cell.alpha = 0.5
+        hidden = lf.unfold(cell, x, engine=engine).hidden
+        cell.alpha = 0.1
+        return torch.autograd.grad(hidden.square().sum(), cell.W)[0]
+
+    torch.testing.assert_close(gradient(lf.FusedCPU()), gradient(lf.Sequential()))
+
+
+def test_a_checked_run_is_like_any_other_to_autograd() -> None:
+    """Parts without a gradient have none; results may be changed in place; a bias may change before the way back."""
+
+    def step(f: Given, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(state[0] @ f.W + x)
+        return h, h.detach()
+
+    cell, x = Given(step, states=2), sequence(6, 3, 4, dtype=torch.float32)
+    run = lf.unfold(cell, x, engine=lf.FusedCPU())
+    assert [leaf.requires_grad for leaf in run.states] == [True, False]
+
+    elman = lf.Elman(4, 5)
+    results = []
+    for engine in (lf.FusedCPU(), lf.Sequential()):
+        hidden = lf.unfold(elman, x, engine=engine).hidden
+        with torch.no_grad():
+            elman.b.add_(0.0)
+        results.append(torch.autograd.grad(hidden.square().sum(), elman.W)[0])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_gradients_that_come_back_under_autocast() -> None:
+    cell, x = lf.Elman(4, 5), sequence(6, 3, 4, dtype=torch.float32)
+    expected = torch.autograd.grad(lf.unfold(cell, x, engine=lf.Sequential()).hidden.sum(), cell.W)[0]
+    for _ in range(4):
+        hidden = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,) = torch.autograd.grad(hidden.sum(), cell.W)
+        torch.testing.assert_close(found, expected)
+
+
 JUMPY: dict[str, Callable[..., Tensor]] = {
     "spikes": lambda f, h, x: 0.9 * h + x - (h > 0.3).to(h.dtype),
     "a product of large numbers that cancel": lambda f, h, x: torch.tanh((h @ f.W + 1e6) - 1e6 + x),
@@ -806,14 +959,16 @@ def test_rounding_is_no_disagreement(engine: lf.Engine, name: str) -> None:
 
 
 def test_the_check_leaves_no_trace_of_itself() -> None:
-    """No random number of the user's is drawn, no hook of a parameter called, nothing kept alive."""
+    """No random number of the user's is drawn, and no hook of a parameter is called."""
     cell, x = lf.GRU(3, 5), sequence(7, 3, 3, dtype=torch.float32).requires_grad_()
     called: list[int] = []
-    cell.W.register_hook(lambda g: called.append(1))
-    before = torch.get_rng_state(), random.getstate()
-    lf.unfold(cell, x, engine=lf.FusedCPU()).hidden.sum().backward()
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
+    for hooked in (False, True):
+        if hooked:
+            cell.W.register_hook(lambda g: called.append(1))
+        before = torch.get_rng_state(), random.getstate()
+        lf.unfold(cell, x, engine=lf.FusedCPU()).hidden.sum().backward()
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == random.getstate()
     assert len(called) == 1
 
 

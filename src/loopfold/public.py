@@ -48,7 +48,8 @@ from loopfold.processes import Processes
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout, from_torch, to_torch
 from loopfold.report.page import write_report
 from loopfold.spectrum import Eigenvalues, eigenvalues
-from loopfold.stepgraph.trace import StepGraph, step_graph
+from loopfold.stepgraph.graph import StepGraph
+from loopfold.stepgraph.trace import step_graph
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
 from loopfold.training.folder import RunError

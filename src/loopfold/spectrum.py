@@ -13,8 +13,9 @@ from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, short_names
 from loopfold.states import in_evaluation, leaves, name_of
+from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
-from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph, tensors_of, trace
+from loopfold.stepgraph.trace import tensors_of, trace
 from loopfold.transitions import GRU, LSTM, LayerNormLSTM, initial_state
 
 GATES: dict[type[nn.Module], str] = {LSTM: "ifgo", LayerNormLSTM: "ifgo", GRU: "rzn"}

@@ -5,11 +5,12 @@ tells whether a trace has altered any of it, and undoes that. Neither can see ev
 together at run time), so compiled runs also check themselves: `engines/selfcheck.py`.
 """
 
-import argparse
+import array
 import functools
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,9 +30,14 @@ def fingerprint(f: nn.Module) -> tuple[Any, ...]:
     return tuple(_Walk(f).found)
 
 
-def modes_asked_for(f: Callable[..., Any]) -> set[str]:
-    """By which functions of torch's a step asks how it is run."""
-    return _Walk(f).modes
+def names_in(f: Callable[..., Any]) -> set[str]:
+    """The names that the code of a step uses, as far as it is the user's own."""
+    return _Walk(f).names
+
+
+def iterators_of(f: Callable[..., Any]) -> list[str]:
+    """Where a step holds iterators, which a trace would use up."""
+    return _Walk(f).iterators
 
 
 def only_numbers_differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -46,12 +52,7 @@ def only_numbers_differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def unchanged(f: Callable[..., Any]) -> Iterator[list[str]]:
     """While open, `f` may be called. Afterwards what it has changed is as it was before, and named in the list."""
     changed: list[str] = []
-    things = [*_Walk(f).mutable, ("the random numbers of torch", torch.default_generator, _GENERATOR)]
-    things.append(("the random numbers of random", random, _RANDOM))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        things.append(("the random numbers of numpy", numpy.random, _RANDOM_STATE))
-    held = [(label, thing, kind, kind.read(thing)) for label, thing, kind in things]
+    held = [(label, thing, kind, kind.read(thing)) for label, thing, kind in _Walk(f).mutable]
     try:
         yield changed
     finally:
@@ -148,9 +149,28 @@ def _random_source(value: Any) -> _Kind | None:
         return _RANDOM
     if isinstance(value, torch.Generator):
         return _GENERATOR
-    if hasattr(value, "bit_generator"):  # numpy's, new and old
-        return _BITS
-    return _RANDOM_STATE if hasattr(value, "get_state") and type(value).__module__.startswith("numpy") else None
+    if not type(value).__module__.startswith("numpy."):  # a class of the user's may answer to any name
+        return None
+    return _BITS if hasattr(value, "bit_generator") else _RANDOM_STATE if hasattr(value, "get_state") else None
+
+
+class _Same:
+    """Stands for an object in a fingerprint: equal to itself alone. An id would not do: Python gives it out again."""
+
+    __slots__ = ("get", "key")
+
+    def __init__(self, value: Any) -> None:
+        self.key = id(value)
+        try:
+            self.get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # small things, such as fractions and slices
+            self.get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.get() is other.get() is not None
+
+    def __hash__(self) -> int:
+        return self.key
 
 
 # ------------------------------------------------------------------ the walk over everything
@@ -159,9 +179,14 @@ def _random_source(value: Any) -> _Kind | None:
 _PLAIN = {int, bool, str, bytes, complex, types.NoneType, torch.dtype, torch.device, torch.Size, range, types.CodeType}
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODES = {"is_grad_enabled", "is_inference_mode_enabled"}
+_SEEDS = {
+    "manual_seed",
+    "seed",
+    "set_rng_state",
+}  # other ways to torch's random numbers are refused by the trace itself
 _MOST = 500  # objects: what lies beyond is known by its identity alone
 _LARGE = 1 << 16  # bytes: of a larger array a sample is compared
+_NEAR = {*_PLAIN, float, list, tuple, dict, types.FunctionType, types.MethodType, functools.partial}
 _AGAIN = object()
 
 
@@ -171,9 +196,12 @@ class _Walk:
     def __init__(self, f: Any) -> None:
         self.found: list[Any] = [torch.get_default_dtype()]
         self.mutable: list[tuple[str, Any, _Kind]] = []  # label, thing, how it is read
-        self.modes: set[str] = set()  # what is asked about the way in which torch runs
+        self.names: set[str] = set()
+        self.iterators: list[str] = []
         self.label = ""
         self._classes: set[type] = set()
+        self._attributes: set[tuple[int, str]] = set()  # of Python modules
+        self._looked_at = 0
         self._met: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no two things met have had the same id
         if not isinstance(f, nn.Module):
@@ -184,6 +212,8 @@ class _Walk:
             self._meet(part)
         for part in parts:
             self._module(part)
+        for part in parts:
+            self._class(type(part))
 
     def _meet(self, value: Any) -> bool:
         """Note the first time that something is met; the next times are told by its number."""
@@ -202,7 +232,7 @@ class _Walk:
                 found.append(key)
                 if self._meet(tensor):
                     found.append(None if nn.parameter.is_lazy(tensor) else (tensor.shape, tensor.dtype, tensor.layout))
-        for key, value in vars(part).items():
+        for key, value in list(vars(part).items()):  # other threads may be setting some
             if key not in _OF_TORCH:
                 self.label = f"self.{key}"
                 found.append(key)
@@ -210,7 +240,6 @@ class _Walk:
         for held in (vars(part), part._parameters, part._buffers, part._modules):
             self.mutable.append(("self", held, _MAPPING))
         found.append(any(getattr(part, name) for name in _HOOKS))
-        self._class(type(part))
 
     def _value(self, value: Any) -> None:
         kind = type(value)
@@ -220,8 +249,9 @@ class _Walk:
         elif kind is float:
             self.found.append(value.hex())  # 0.0 is not -0.0, and nan is itself
         elif self._meet(value):
-            if len(self._met) > _MOST:
-                self.found.append(id(value))
+            self._looked_at += 1
+            if self._looked_at > _MOST:
+                self.found.append(_Same(value))
             else:
                 (_LOOK.get(kind) or _look_at)(self, value)
 
@@ -238,45 +268,66 @@ class _Walk:
         if isinstance(values, set):
             self.mutable.append((self.label, values, _SET))
         plain = frozenset(v for v in values if type(v) in _PLAIN or type(v) is float)
-        self.found += (plain, *sorted(id(v) for v in values if v not in plain))
+        self.found += (plain, frozenset(_Same(v) for v in values if v not in plain))
 
     def _dict(self, values: Any) -> None:
         if isinstance(values, dict):
             self.mutable.append((self.label, values, _MAPPING))
         self.found.append(len(values))
-        for key, value in values.items():
+        for key, value in list(values.items()):
             self._value(key)
             self._value(value)
 
     def _function(self, function: Any) -> None:
         self.found.append(function.__code__)
-        if _is_foreign(function.__module__):
+        foreign = _is_foreign(function.__module__)
+        if foreign and function.__module__.partition(".")[0] in ("torch", "loopfold", "numpy"):
             return
+        mutable = len(self.mutable)
         self._values(function.__defaults__ or ())
         self._value(function.__kwdefaults__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.label = name
             self._value(cell)
-        names = _names(function.__code__)
-        if not names.isdisjoint(_MODES):
-            self.modes |= names & _MODES
+        if foreign:
+            del self.mutable[mutable:]  # what Python's own library remembers is no effect of the step
+            return
+        names, outside = _names(function.__code__), function.__globals__
+        self.names |= names
+        if "is_grad_enabled" in names:
             self.found.append(torch.is_grad_enabled())
-        outside = function.__globals__
         self.mutable.append((f"a global of {function.__name__}", (outside, names), _GLOBALS))
         for name in sorted(names):
-            if name in outside:
+            if name in outside or name in sys.modules:  # the latter where it is imported inside the function
                 self.label = name
-                self._global(outside[name], names)
+                self._global(outside[name] if name in outside else sys.modules[name], names)
 
     def _global(self, value: Any, names: frozenset[str]) -> None:
         """What a function reads by a global name; of a module, the attributes that the function names too."""
         if not isinstance(value, types.ModuleType):
             self._value(value)
-        elif not _is_foreign(value.__name__) and self._meet(value):
-            for name in sorted(names):
-                if name in vars(value):
+        elif value is random:
+            self.mutable.append(("the random numbers of random", random, _RANDOM))
+        elif value.__name__ in ("numpy", "numpy.random") and "random" in (*names, self.label):
+            self.mutable.append(("the random numbers of numpy", sys.modules["numpy"].random, _RANDOM_STATE))
+        elif value is torch and not names.isdisjoint(_SEEDS):
+            self.mutable.append(("the random numbers of torch", torch.default_generator, _GENERATOR))
+        elif not _is_foreign(value.__name__):
+            for name in sorted(names & vars(value).keys()):
+                if (id(value), name) not in self._attributes:
+                    self._attributes.add((id(value), name))
+                    self.label = f"{value.__name__}.{name}"
                     self.found.append(name)
                     self._global(vars(value)[name], names)
+
+    def _python_module(self, module: Any) -> None:
+        """One that is held as a value, so that nothing says which of its attributes are read: all that are data."""
+        self.found.append(module.__name__)
+        if not _is_foreign(module.__name__):
+            for name, value in list(vars(module).items()):
+                if name[:2] != "__" and not isinstance(value, types.ModuleType | type) and not callable(value):
+                    self.found.append(name)
+                    self._value(value)
 
     def _cell(self, cell: Any) -> None:
         try:
@@ -304,13 +355,13 @@ class _Walk:
                 self._classes.add(base)
                 self.mutable.append((base.__name__, base, _SET_ON))
                 for name, value in vars(base).items():
-                    if not name.startswith("__") or name in ("__call__", "__getattr__"):
+                    if not name.startswith("__") or isinstance(value, types.FunctionType):
                         self.label = f"{base.__name__}.{name}"
                         self.found.append(name)
                         self._value(value)
 
     def _tensor(self, tensor: Tensor) -> None:
-        self.found.append(id(tensor))  # not its own: whoever computes with it is refused
+        self.found.append(_Same(tensor))  # not its own: a step that computes with it is refused
 
     def _array(self, array: Any) -> None:
         self.mutable.append((self.label, array, _ARRAY))
@@ -339,18 +390,23 @@ def _look_at(walk: _Walk, value: Any) -> None:
     if source is not None:
         walk.mutable.append((f"the random numbers of {walk.label}", value, source))
         walk.found.append(str(source.key(source.read(value))))
-    known = _is_foreign(type(value).__module__) and not isinstance(value, types.SimpleNamespace | argparse.Namespace)
-    attributes = None if known else getattr(value, "__dict__", None)  # a logger, say, holds the whole world
-    kind: Any = type(value)
-    slots = _slots(kind)
+    if isinstance(value, Iterator):
+        walk.iterators.append(walk.label)
+    if isinstance(value, array.array):
+        walk.found.append(value.tobytes())
+    walk.found.append(_Same(value))
+    attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        walk._dict(attributes)
-    for name in slots:
+        kind = type(value).__module__
+        if not _is_foreign(kind) or kind in ("types", "argparse", "collections"):
+            walk._dict(attributes)
+        else:  # of a logger, or an optimiser, what is near: the rest holds the whole world
+            walk._values([v for v in attributes.values() if type(v) in _NEAR])
+    own: Any = type(value)
+    for name in _slots(own):
         walk._value(getattr(value, name, None))
-    if slots:
+    if _slots(own):
         walk.mutable.append((walk.label, value, _SET_ON))
-    if attributes is None and not slots and source is None:
-        walk.found.append(id(value))
     return walk._class(type(value))
 
 
@@ -364,7 +420,7 @@ _LOOK: dict[type, Callable[[_Walk, Any], None]] = {
     types.FunctionType: _Walk._function,
     types.MethodType: _Walk._method,
     types.BuiltinFunctionType: _Walk._builtin,
-    types.ModuleType: lambda walk, module: walk.found.append(module.__name__),
+    types.ModuleType: _Walk._python_module,
     functools.partial: lambda walk, p: walk._values((p.func, p.args, p.keywords)),
     property: lambda walk, p: walk._value(p.fget),
     functools.cached_property: lambda walk, p: walk._value(p.func),

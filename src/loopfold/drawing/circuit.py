@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from loopfold.drawing.notation import operation_symbol, parameter_symbols
+from loopfold.stepgraph.graph import Node, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
-from loopfold.stepgraph.trace import Node, StepGraph
 
 
 class Level(Enum):

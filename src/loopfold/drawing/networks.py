@@ -22,7 +22,8 @@ from loopfold.patterns import (
 )
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
 from loopfold.states import State, Step, in_evaluation, leaves, name_of
-from loopfold.stepgraph.trace import Refusal, StepGraph, tensors_of, trace, trace_map
+from loopfold.stepgraph.graph import Refusal, StepGraph
+from loopfold.stepgraph.trace import tensors_of, trace, trace_map
 from loopfold.transitions import Embedded, initial_state
 from loopfold.unfolding import check_input, check_steps
 

@@ -11,11 +11,11 @@ from torch import nn
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.looped import Looped
-from loopfold.engines.programs import Program, program_of
+from loopfold.engines.programs import Program, program_of, restless
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of
+from loopfold.stepgraph.graph import BATCH
 from loopfold.stepgraph.loop import Value, ordered
-from loopfold.stepgraph.trace import BATCH
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Auto(Engine):
         """The engine, and why."""
         if recurrence.steps == 1:
             return Sequential(), "there is only one step, so no loop to compile."
-        key = (recurrence.steps, torch.is_grad_enabled(), *(leaf.shape for leaf in leaves(recurrence.state)))
+        parts = leaves(recurrence.state)
+        key = (recurrence.steps, torch.is_grad_enabled(), parts[0].device, *(leaf.shape for leaf in parts))
         short = _short.setdefault(recurrence.f, set()) if isinstance(recurrence.f, nn.Module) else set()
         if key in short:
             return Sequential(), SHORT
@@ -44,7 +45,7 @@ class Auto(Engine):
         other = Looped().refusal(recurrence)
         if other is not None:
             return Sequential(), f"it cannot be compiled: {other}"
-        if leaves(recurrence.state)[0].device.type != "cpu":
+        if parts[0].device.type != "cpu":
             return Looped(), f"FusedCPU cannot run it: {reason}"
         gains = _Gains.of(program_of(recurrence).program, recurrence)
         if reason is None and gains.of_native_code > 0:
@@ -52,11 +53,13 @@ class Auto(Engine):
         if gains.of_a_lean_loop > 0:
             why = "its matrices are large and its steps few." if reason is None else f"FusedCPU cannot run it: {reason}"
             return Looped(), why
-        short.add(key)
+        if len(short) < MOST_SHORT:
+            short.add(key)
         return Sequential(), SHORT
 
 
 SHORT = "so few steps take less time than preparing a compiled loop."
+MOST_SHORT = 256  # sizes of a step
 _short: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()  # sizes known to be too short
 
 
@@ -83,8 +86,9 @@ class _Gains:
         tiles = 1.8e-11 * (batch - 1) * inside
         hoisted = (3e-11 if torch.is_grad_enabled() else 7e-12) * max(0, outside) * bytes_each
         packing = 3e-10 * inside * bytes_each  # of the matrices, into the order in which a kernel reads them
+        trace = 2e-4 * operations if restless(recurrence) else 0.0
         native = recurrence.steps * (calls + cache + tiles) - packing - 2e-4
-        return _Gains(native, recurrence.steps * (0.4 * calls + hoisted) - 3e-4)
+        return _Gains(native - trace, recurrence.steps * (0.4 * calls + hoisted) - 3e-4 - trace)
 
 
 _told: set[tuple[str, str, str]] = set()

@@ -22,13 +22,22 @@ from torch.utils._device import DeviceContext
 
 from loopfold.engines.base import Engine, EngineWarning, Recurrence, Unsound
 from loopfold.engines.programs import Found, Program, forget, program_of
-from loopfold.engines.selfcheck import FIRST, Guard, agrees_later, come_many, disagreement, guarded, step_to_check
+from loopfold.engines.selfcheck import (
+    FIRST,
+    Guard,
+    agrees_later,
+    come_many,
+    disagreement,
+    guarded,
+    marks_of,
+    step_to_check,
+)
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
+from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.hoist import Loop, needed_for
 from loopfold.stepgraph.loop import Value
-from loopfold.stepgraph.trace import Node, Refusal
 from loopfold.surroundings import global_hooks
 
 
@@ -133,23 +142,28 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     end = time.perf_counter()
     device, record = leaves(states)[0].device, any(leaf.requires_grad for leaf in leaves(states))
     on_gpu = device.type == "cuda"
-    wait = not on_gpu or watch.answered() or watch.runs < FIRST
-    due = watch.due(end - begin, (leaves(states)[0].shape[1], recurrence.lengths is None, record, device))
-    if not (due or (on_gpu and wait)) or (on_gpu and torch.cuda.is_current_stream_capturing()):
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         return states, None
-    doubted.append(step_to_check(recurrence, watch.runs))
-    reason = None
+    doubted += watch.doubts() if on_gpu else []
+    wait = not on_gpu or bool(doubted) or watch.runs < FIRST
+    due = watch.due(end - begin, (leaves(states)[0].shape[1], recurrence.lengths is None, record, device))
+    if not (due or doubted):
+        return states, None
+    t, reason = step_to_check(recurrence, watch.runs), None
+    doubted[:] = [*(d for d in doubted if d < recurrence.steps), t]
     try:
         if wait:
-            reason = next(filter(None, (disagreement(recurrence, states, t) for t in doubted)), None)
-        else:  # the answer is read at a later run, so that nobody waits for the GPU
-            watch.ask(agrees_later(recurrence, states, doubted[-1]))
+            reason = next(filter(None, (disagreement(recurrence, states, d) for d in doubted)), None)
+        elif watch.pending is None:  # the answer is read at a later run, so that nobody waits for the GPU
+            watch.ask(agrees_later(recurrence, states, t), t)
+    except torch.OutOfMemoryError:
+        return states, None  # no room to look
     except Exception as error:  # the step itself fails there, and `Sequential` will say how
         reason = f"the step fails: {error}"
     watch.paid(time.perf_counter() - end)
     if reason is None and wait and record and watch.guards_gradients():
-        again = partial(_run_again, engine, kernel, found)
-        guard = Guard(recurrence, detached(states), again, watch, partial(_distrust, engine, recurrence))
+        again, distrust = partial(_run_again, engine, kernel, found), partial(_distrust, engine, recurrence)
+        guard = Guard(recurrence, detached(states), again, watch, distrust, marks_of(recurrence))
         states = guarded(guard, states)
     return states, reason
 
@@ -287,7 +301,7 @@ class _Loop(torch.autograd.Function):
             found = ctx.kernel.backward(program, call, saved, gs)
             return _collect(program, saved, program.reverse(gs), found, needs)
 
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
             results = _each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():  # someone wants to differentiate this gradient
             name = type(ctx.engine).__name__

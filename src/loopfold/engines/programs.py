@@ -19,9 +19,10 @@ from loopfold.engines.base import Recurrence
 from loopfold.engines.selfcheck import Watch
 from loopfold.states import State, leaves
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
+from loopfold.stepgraph.graph import Refusal, StepGraph, with_numbers
 from loopfold.stepgraph.hoist import Loop, hoist
 from loopfold.stepgraph.loop import Value, ordered
-from loopfold.stepgraph.trace import Refusal, StepGraph, retrace, trace, with_numbers
+from loopfold.stepgraph.trace import retrace, trace
 from loopfold.surroundings import fingerprint, only_numbers_differ
 
 
@@ -52,7 +53,9 @@ class Program:
     def _reverse(self, arrives: tuple[bool, ...]) -> Reverse:
         key = ("reverse", arrives)
         if key not in self.made:
-            self.made[key] = differentiate(self.loop, arrives)
+            with alone():
+                if key not in self.made:
+                    self.made[key] = differentiate(self.loop, arrives)
         return self.made[key]
 
 
@@ -66,7 +69,7 @@ class Found:
 
 MOST = 16  # programs of one module for one size: a step that is another at every call is better run as it is
 MOST_KEYS = 64  # fingerprints that are remembered for a module
-TOO_MANY = "it has changed at too many calls. What changes should be a number, or a buffer: self.register_buffer(...)."
+TOO_MANY = "it has changed at too many calls. What changes should be a float, or a buffer: self.register_buffer(...)."
 
 
 @dataclass(eq=False)
@@ -75,6 +78,8 @@ class _Shelf:
 
     found: dict[Any, Found | str] = field(default_factory=dict)
     programs: dict[Any, list[Program]] = field(default_factory=dict)
+    refusals: dict[Any, int] = field(default_factory=dict)  # how many fingerprints of each size were refused
+    misses: int = 0  # calls in a row at which the step was not as any time before
 
 
 _shelves: weakref.WeakKeyDictionary[nn.Module, _Shelf] = weakref.WeakKeyDictionary()
@@ -111,8 +116,24 @@ def program_of(recurrence: Recurrence) -> Found:
 def forget(recurrence: Recurrence) -> None:
     """Let the step be traced anew, whatever its fingerprint says."""
     with alone():
-        _shelves.pop(recurrence.f, None)  # type: ignore[call-overload]
+        shelf = _shelves.get(recurrence.f)  # type: ignore[call-overload]
+        if shelf is not None:
+            sizes = _sizes(recurrence)
+            shelf.programs.pop(sizes, None)
+            shelf.found = {key: found for key, found in shelf.found.items() if key[0] != sizes}
         recurrence.memo.clear()
+
+
+def restless(recurrence: Recurrence) -> bool:
+    """Whether the step has been another at every one of the last calls, so that each takes a new trace."""
+    shelf = _shelves.get(recurrence.f) if isinstance(recurrence.f, nn.Module) else None
+    return shelf is not None and shelf.misses > 3
+
+
+def _sizes(recurrence: Recurrence) -> Any:
+    parts = leaves(recurrence.state)
+    x = None if recurrence.x is None else (recurrence.x.shape[2:], recurrence.x.dtype)
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in parts), parts[0].device, x, _types(recurrence.state)
 
 
 def _find(recurrence: Recurrence) -> Found | str:
@@ -120,19 +141,20 @@ def _find(recurrence: Recurrence) -> Found | str:
     if not isinstance(f, nn.Module):
         return "it is a plain function, which may read anything anew at every call; an nn.Module is compiled."
     shelf = _shelves.setdefault(f, _Shelf())
-    of_state = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves(state))
-    sizes = (of_state, None if x is None else (x.shape[2:], x.dtype), _types(state))
-    key = (sizes, fingerprint(f))
-    if key not in shelf.found:
-        x0 = None if x is None else x[0]
-        try:
-            found: Found | str = _make(f, x0, state, shelf, key)
-        except Refusal as reason:
-            found = str(reason)  # as words, since an exception would keep alive all that it has seen
-        if len(shelf.found) == MOST_KEYS:
-            del shelf.found[next(iter(shelf.found))]
-        shelf.found[key] = found
-    return shelf.found[key]
+    key = (_sizes(recurrence), fingerprint(f))
+    if key in shelf.found:
+        shelf.misses = 0
+        return shelf.found[key]
+    shelf.misses += 1
+    try:
+        found: Found | str = _make(f, None if x is None else x[0], state, shelf, key)
+    except Refusal as reason:
+        found = str(reason)  # as words, since an exception would keep alive all that it has seen
+        shelf.refusals[key[0]] = shelf.refusals.get(key[0], 0) + 1
+    if len(shelf.found) == MOST_KEYS:
+        del shelf.found[next(iter(shelf.found))]
+    shelf.found[key] = found
+    return found
 
 
 def _types(state: State) -> Any:
@@ -142,21 +164,21 @@ def _types(state: State) -> Any:
 def _make(f: nn.Module, x0: Tensor | None, state: State, shelf: _Shelf, key: Any) -> Found:
     sizes, marks = key
     programs = shelf.programs.setdefault(sizes, [])
+    if shelf.refusals.get(sizes, 0) >= MOST:
+        raise Refusal(TOO_MANY)
     if any(of == sizes and only_numbers_differ(before, marks) for of, before in shelf.found):
         found = _same_but_for_numbers(programs, retrace(f, x0, state))
         if found is not None:
             return found
-    graph = trace(f, x0, state)
-    found = _same_but_for_numbers(programs, graph)
-    if found is not None:
-        return found
     if len(programs) == MOST:
         raise Refusal(TOO_MANY)
-    for general, numbers in _generalised(programs, graph):
-        programs.append(general)
-        return Found(general, numbers)
-    programs.append(_compile(graph))
-    return Found(programs[-1])
+    graph = trace(f, x0, state)
+    found = _same_but_for_numbers(programs, graph) or next(_generalised(programs, graph), None)
+    if found is None:
+        found = Found(_compile(graph))
+    if found.program not in programs:
+        programs.append(found.program)
+    return found
 
 
 def _same_but_for_numbers(programs: list[Program], graph: StepGraph) -> Found | None:
@@ -168,13 +190,13 @@ def _same_but_for_numbers(programs: list[Program], graph: StepGraph) -> Found | 
     return None
 
 
-def _generalised(programs: list[Program], graph: StepGraph) -> Iterator[tuple[Program, tuple[float, ...]]]:
+def _generalised(programs: list[Program], graph: StepGraph) -> Iterator[Found]:
     """Programs that have those numbers as inputs by which `graph` differs from a program that is there."""
     for program in reversed(programs):
         general, numbers = with_numbers(program.graph, graph)
         if general is not None:
             try:
-                yield _compile(general), numbers
+                yield Found(_compile(general), numbers)
             except Refusal:  # a number in a place where the loop needs to know it
                 continue
 

@@ -1,4 +1,4 @@
-"""Every compiled run checks itself: one of its steps is taken again by the user's own `f`, and compared.
+"""Compiled runs check themselves: one of their steps is taken again by the user's own `f`, and compared.
 
 A trace fixes what Python was at one moment, and no fingerprint of Python's world is complete. So one step t, drawn at
 random, is run as it stands, from the state before it,
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from loopfold.engines.base import Recurrence, Unsound
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, rebuild
+from loopfold.surroundings import fingerprint
 
 SHARE = 0.01  # of the time that runs take
 FIRST = 3  # runs of a program that are checked whatever it costs
@@ -45,7 +46,7 @@ class Watch:
     cost: float = 0.0  # of the last check, in seconds
     kinds: set[Any] = field(default_factory=set)  # of runs that were checked: batch size, lengths or none, …
     guards: int = 0  # runs whose gradients were to be compared too
-    pending: tuple[Tensor, Any] | None = None  # on a GPU: an answer to come, and the event that it waits for
+    pending: tuple[Tensor, Any, int] | None = None  # on a GPU: an answer to come, the event it waits for, the step
 
     def due(self, seconds: float, kind: Any) -> bool:
         """Whether to check the run that has just taken so long: one of the first, the first of its kind, or in turn."""
@@ -67,20 +68,21 @@ class Watch:
         self.guards += 1
         return True
 
-    def answered(self) -> bool:
-        """Whether a check on a GPU has come to a bad end since; asked without waiting."""
-        if self.pending is None or not self.pending[1].query():
-            return False
-        agrees, self.pending = bool(self.pending[0]), None
-        return not agrees
+    def doubts(self) -> list[int]:
+        """The step of which a check on a GPU has found that it disagrees; asked without waiting."""
+        pending = self.pending
+        if pending is None or not pending[1].query():
+            return []
+        self.pending = None
+        return [] if bool(pending[0]) else [pending[2]]
 
-    def ask(self, agrees: Tensor) -> None:
+    def ask(self, agrees: Tensor, t: int) -> None:
         """Note a check whose answer is still on its way from the GPU."""
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer = torch.ones((), dtype=torch.bool, pin_memory=True)
         answer.copy_(agrees, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
-        self.pending = (answer, event)
+        event.record(torch.cuda.current_stream(agrees.device))
+        self.pending = (answer, event, t)
 
 
 # ------------------------------------------------------------------ one step forwards
@@ -94,17 +96,14 @@ def step_to_check(recurrence: Recurrence, runs: int) -> int:
 
 def disagreement(recurrence: Recurrence, states: State, t: int) -> str | None:
     """In words, how step t of `states` differs from what `f` gives there; None where it does not."""
-    ours, step, inputs = _compared(recurrence, states, t)
-    with torch.no_grad():
-        return _differ(ours, step, inputs, f"state({t + 1})")
+    return _differ(*_compared(recurrence, states, t), f"state({t + 1})")
 
 
 def agrees_later(recurrence: Recurrence, states: State, t: int) -> Tensor:
     """On a GPU, whether step t agrees within `TOLERANCE`, as a tensor: nobody waits for it."""
     ours, step, inputs = _compared(recurrence, states, t)
-    with torch.no_grad():
-        theirs = step(*inputs)
-        return torch.stack(_within(ours, theirs, _margins(theirs, inputs))).all()
+    theirs = step(*inputs)
+    return torch.stack(_within(ours, theirs, _margins(theirs, inputs))).all()
 
 
 def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tensor], Any, list[Tensor]]:
@@ -114,9 +113,9 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
     inputs = [*before, *([] if recurrence.x is None else [recurrence.x[t].detach()])]
     alive = None if recurrence.lengths is None else recurrence.alive(t)
 
-    def step(*tensors: Tensor) -> list[Tensor]:
+    def step(*tensors: Tensor) -> list[Tensor]:  # gradients on or off as they are: a step may ask
         state = rebuild(recurrence.state, tensors[: len(before)])
-        new = leaves(recurrence.f(state, *tensors[len(before) :]))
+        new = [leaf.detach() for leaf in leaves(recurrence.f(state, *tensors[len(before) :]))]
         return new if alive is None else [torch.where(_rows(alive, leaf), leaf, 0) for leaf in new]
 
     return ours, step, inputs
@@ -206,6 +205,11 @@ class Guard:
     run: Callable[[Recurrence], State]  # the engine
     watch: Watch
     distrust: Callable[[str], None]
+    marks: tuple[Any, ...]  # of the step and its tensors, as they were forwards
+
+    def still_holds(self) -> bool:
+        """Whether the step is what it was forwards; if not, there is nothing to compare with."""
+        return marks_of(self.recurrence) == self.marks
 
     def disagreement(self, arrives: list[bool]) -> str | None:
         """How the gradients of two steps differ, from gradients at those leaves of the state where some arrive."""
@@ -245,8 +249,8 @@ class Guard:
             return str(fault)
         return _differ(ours, partial(gradients, Sequential().run), inputs, f"a gradient of step {t + 1}")
 
-    def by_definition(self, roots: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradients of `roots(recurrence)`, by autograd through the whole sequence."""
+    def by_definition(self, incoming: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of `_roots(recurrence)`, by autograd through the whole sequence."""
         full = self.recurrence
         state = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves(full.state)]
         x = None if full.x is None else full.x.detach().requires_grad_(full.x.requires_grad)
@@ -254,7 +258,6 @@ class Guard:
             states = leaves(Sequential().run(replace(full, x=x, state=rebuild(full.state, state))))
         pairs = [(leaf, g) for leaf, g in zip(states, incoming, strict=True) if g is not None and leaf.requires_grad]
         sources = [t for t in (*state, x) if t is not None and t.requires_grad] + _parameters(full)
-        assert len(sources) == len(roots)
         return torch.autograd.grad([l for l, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
 
 
@@ -263,37 +266,57 @@ def _parameters(recurrence: Recurrence) -> list[Tensor]:
     return [p for p in recurrence.f.parameters() if p.requires_grad]
 
 
+def _roots(recurrence: Recurrence) -> list[Tensor]:
+    """All that gradients go back to."""
+    given = [t for t in (*leaves(recurrence.state), recurrence.x) if t is not None and t.requires_grad]
+    return given + _parameters(recurrence)
+
+
+def marks_of(recurrence: Recurrence) -> tuple[Any, ...]:
+    """What must not change between the way forwards and the way back, or the two have nothing in common."""
+    tensors = [t for t in (*leaves(recurrence.state), recurrence.x, *_parameters(recurrence)) if t is not None]
+    assert isinstance(recurrence.f, nn.Module)
+    return fingerprint(recurrence.f), tuple((id(t), None if t.is_inference() else t._version) for t in tensors)
+
+
 def guarded(guard: Guard, states: State) -> State:
     """`states`, whose gradients are compared when they come back."""
-    full = guard.recurrence
-    roots = [t for t in (*leaves(full.state), full.x) if t is not None and t.requires_grad] + _parameters(full)
+    roots, parts = _roots(guard.recurrence), leaves(states)
     if any(root._backward_hooks for root in roots):  # they would be called for the comparison too
         return states
-    parts = leaves(states)
-    return rebuild(states, _Guarded.apply(guard, len(parts), *parts, *roots))
+    flow = [i for i, part in enumerate(parts) if part.requires_grad]
+    for i, part in zip(flow, _Guarded.apply(guard, flow, *[parts[i] for i in flow], *roots), strict=True):
+        parts[i] = part
+    return rebuild(states, parts)
 
 
 class _Guarded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, guard: Guard, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.guard, ctx.count = guard, count
-        ctx.save_for_backward(*tensors[count:])
+    def forward(ctx: Any, guard: Guard, flow: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.guard, ctx.flow, ctx.roots = guard, flow, len(tensors) - len(flow)
         ctx.set_materialize_grads(False)
-        return tuple(t.view_as(t) for t in tensors[:count])
+        return tuple(t.clone() for t in tensors[: len(flow)])  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        roots, guard = ctx.saved_tensors, ctx.guard
-        if come_many(incoming):  # then no value can be looked at
-            return (None, None, *incoming, *[None] * len(roots))
-        begin = time.perf_counter()
-        reason = guard.disagreement([g is not None for g in incoming])
-        if guard.watch.runs > FIRST:
-            guard.watch.credit -= time.perf_counter() - begin
+        with torch.autocast(leaves(ctx.guard.states)[0].device.type, enabled=False):  # forwards there was none
+            return _Guarded._back(ctx, incoming)
+
+    @staticmethod
+    def _back(ctx: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        guard, reason = ctx.guard, None
+        arriving: list[Tensor | None] = [None] * len(leaves(guard.states))
+        for i, g in zip(ctx.flow, incoming, strict=True):
+            arriving[i] = g
+        if not come_many(incoming) and guard.still_holds():  # of many at once no value can be looked at
+            begin = time.perf_counter()
+            reason = guard.disagreement([g is not None for g in arriving])
+            if guard.watch.runs > FIRST:
+                guard.watch.credit -= time.perf_counter() - begin
         if reason is None:
-            return (None, None, *incoming, *[None] * len(roots))
+            return (None, None, *incoming, *[None] * ctx.roots)
         guard.distrust(reason)
-        return (None, None, *[None] * ctx.count, *guard.by_definition(roots, incoming))
+        return (None, None, *[None] * len(ctx.flow), *guard.by_definition(arriving))
 
 
 def come_many(incoming: Sequence[Tensor | None]) -> bool:

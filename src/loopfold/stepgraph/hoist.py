@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, nodes_in
 from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.rules import BY_NUMBERS, NUMBERS_AT, OF_TRUTH, RULES
-from loopfold.stepgraph.trace import BATCH, Node, Refusal, StepGraph, nodes_in
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from loopfold.stepgraph.trace import Refusal
+from loopfold.stepgraph.graph import Refusal
 
 UNARY = {
     *("neg", "tanh", "sigmoid", "relu", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal"),

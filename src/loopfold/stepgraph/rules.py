@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.loop import Value
-from loopfold.stepgraph.trace import Node, Refusal
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}  # name of the operation -> rule(hoist, node, *arguments)

@@ -84,6 +84,10 @@ class RunFolder:
             except FileExistsError:  # an empty folder is as good
                 made = False
             if not path.is_dir():
+                if not os.path.lexists(path):
+                    raise RunError(
+                        f"{path} cannot be made: {path.parent} is no folder. Choose another place with --out."
+                    )
                 raise Taken(f"{path} is there already: choose another --out, or remove it.")
         with folder.locked():
             folder._claim()
