@@ -237,6 +237,68 @@ def test_inverses_and_solutions_of_parameters(engine: lf.Engine) -> None:
             lf.unfold(singular, sequence(5, 3, 4, dtype=torch.float32), engine=e)
 
 
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.tanh(state[0] @ self.W), state[1] * 0.5
+
+
+@pytest.mark.parametrize("batches", [(5, 2), (5, 1), (0, 0)])
+def test_states_of_unequal_batches_are_left_to_the_definition(batches: tuple[int, int]) -> None:
+    state = torch.ones(batches[0], 4), torch.ones(batches[1], 3)
+    with pytest.raises(ValueError, match="no sequences, or not equally many"):
+        lf.unfold(Uneven(), steps=40, state=state, engine=lf.FusedCPU())
+    assert [leaf.shape for leaf in lf.unfold(Uneven(), steps=40, state=state).states] == [
+        (40, batches[0], 4),
+        (40, batches[1], 3),
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_a_negated_view_keeps_its_sign(engine: lf.Engine) -> None:
+    cell, x = lf.Elman(1, 1).double(), sequence(5, 1, 1)
+    state = torch.randn(1, 1, dtype=torch.complex128).conj().imag
+    found, expected = (lf.unfold(cell, x, state=state, engine=e).hidden for e in (engine, lf.Sequential()))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_a_gradient_that_is_none_stays_none(engine: lf.Engine) -> None:
+    """Zeros in its place would let weight decay move a parameter that the loss does not know."""
+
+    def step(f: Given, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(state[0] @ f.W + x), torch.tanh(both(state[1], state[0].detach()) @ f.wide)[:, : f.n]
+
+    cell, x = Given(step, states=2).double(), sequence(6, 3, 4)
+    for part in (0, 1):
+        found = []
+        for e in (engine, lf.Sequential()):
+            cell.zero_grad()
+            start = tuple(leaf.requires_grad_() for leaf in cell.initial_state(3))
+            lf.unfold(cell, x, state=start, engine=e).states[part].sum().backward()
+            found.append([t.grad is None for t in (*start, cell.W, cell.wide)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_no_result_shares_its_memory(engine: lf.Engine) -> None:
+    def step(f: Given, s: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(s[0] @ f.W + torch.cat([s[2], s[2]], -1))
+        return y, y, x[:, 1:3]
+
+    cell, x = Given(step).double(), sequence(6, 3, 4)
+    kept, z = x.clone(), torch.zeros(3, 4).double()
+    with torch.no_grad():
+        run = lf.unfold(cell, x, state=(z, z, z[:, :2]), engine=engine)
+    run.states[1].zero_()
+    run.states[2].zero_()
+    assert torch.equal(x, kept)
+    assert run.states[0].abs().sum() > 0
+
+
 # ------------------------------------------------------------------ threads, forks, modes
 
 
@@ -630,6 +692,87 @@ def test_a_step_of_many_modules_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -
     after = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
     torch.testing.assert_close(after, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
     assert not torch.equal(before, after)
+
+
+class Percent(float):
+    pass
+
+
+@functools.lru_cache
+def remembered(n: int) -> Tensor:
+    return torch.full((n,), 0.3, dtype=torch.float64)
+
+
+def test_a_cache_keeps_no_tensor_without_data() -> None:
+    cell, x = Given(lambda f, h, x: torch.tanh(h @ f.W + x + remembered(4))).double(), sequence(40, 2, 4)
+    assert torch.equal(lf.unfold(cell, x).hidden, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
+    assert type(remembered(4)) is Tensor
+
+
+def test_the_batch_size_is_no_annealed_number() -> None:
+    def step(f: Any, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh((h @ f.W) * (f.alpha if f.alpha < 0.5 else 1 / len(h)) + x)
+
+    cell, x = Given(step).double(), sequence(40, 3, 4)
+    for i in range(8):
+        vars(cell)["alpha"] = 0.1 + 0.07 * i
+        torch.testing.assert_close(
+            lf.unfold(cell, x).hidden, lf.unfold(cell, x, engine=lf.Sequential()).hidden, rtol=1e-10, atol=1e-10
+        )
+
+
+def test_odd_things_that_a_step_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of a class of their own, bytes, private slots, attributes of functions; long and deep structures."""
+    monkeypatch.setattr(compiled, "disagreement", lambda *_: None)
+
+    class Private:
+        __slots__ = ("__value",)
+
+        def __init__(self, value: float) -> None:
+            self.__value = value
+
+        def get(self) -> float:
+            return self.__value
+
+    def act(v: Tensor) -> Tensor:
+        return v * vars(act)["scale"]
+
+    def step(f: Any, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(act(h @ f.W) + x * (f.percent + f.bytes[0] + f.private.get()))
+
+    act.scale = 1.0  # type: ignore[attr-defined]
+    cell, x = Given(step).double(), sequence(6, 2, 4)
+    nested: list[Any] = []
+    for _ in range(900):
+        nested = [nested]
+    held = {"nested": nested, "long": [0.5] * 100_000, "percent": Percent(0.5), "bytes": bytearray(b"\x01")}
+    vars(cell).update(held, private=Private(0.5))
+    changes: list[Callable[[], Any]] = [
+        lambda: vars(cell).update(percent=Percent(0.7)),
+        lambda: vars(cell)["bytes"].__setitem__(0, 2),
+        lambda: vars(cell).update(private=Private(0.7)),
+        lambda: setattr(act, "scale", 0.5),
+    ]
+    for change in (lambda: None, *changes):
+        change()
+        found, expected = (lf.unfold(cell, x, engine=e).hidden for e in (lf.FusedCPU(), lf.Sequential()))
+        torch.testing.assert_close(found, expected)
+
+
+def test_cached_parametrisations_are_a_matter_of_the_call() -> None:
+    cell, x = lf.Elman(4, 4).double(), sequence(40, 2, 4)
+    nn.utils.parametrizations.orthogonal(cell, "W")
+    with nn.utils.parametrize.cached(), pytest.raises(ValueError, match=r"parametrize\.cached"):
+        lf.unfold(cell, x, engine=lf.FusedCPU())
+    lf.unfold(cell, x, engine=lf.FusedCPU())
+
+
+def test_checkpointing_saves_the_same_whether_a_run_is_checked_or_not() -> None:
+    layer, x = lf.Recurrent(lf.GRU(4, 5), lf.FusedCPU()), sequence(9, 2, 4, dtype=torch.float32).requires_grad_()
+    for _ in range(6):
+        hidden = torch.utils.checkpoint.checkpoint(lambda v: layer(v).hidden, x, use_reentrant=False)
+        assert isinstance(hidden, Tensor)
+        hidden.sum().backward()
 
 
 def test_an_iterator_is_left_alone() -> None:

@@ -6,14 +6,17 @@ together at run time), so compiled runs also check themselves: `engines/selfchec
 """
 
 import array
+import ctypes
 import functools
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +36,11 @@ def fingerprint(f: nn.Module) -> tuple[Any, ...]:
 def names_in(f: Callable[..., Any]) -> set[str]:
     """The names that the code of a step uses, as far as it is the user's own."""
     return _Walk(f).names
+
+
+def remembers(f: Callable[..., Any]) -> bool:
+    """Whether a step has caches that keep what they are given the first time."""
+    return _Walk(f).remembers
 
 
 def iterators_of(f: Callable[..., Any]) -> list[str]:
@@ -184,8 +192,10 @@ _SEEDS = {
     "seed",
     "set_rng_state",
 }  # other ways to torch's random numbers are refused by the trace itself
-_MOST = 500  # objects: what lies beyond is known by its identity alone
+_MOST = 2_000  # objects: what lies beyond is known by its identity alone
 _LARGE = 1 << 16  # bytes: of a larger array a sample is compared
+_LONG, _SAMPLE = 4096, 1024  # elements: of a longer list a sample is compared
+_DEEP = 150  # what lies deeper, as in a linked list, is known by its identity alone
 _NEAR = {*_PLAIN, float, list, tuple, dict, types.FunctionType, types.MethodType, functools.partial}
 _AGAIN = object()
 
@@ -198,10 +208,11 @@ class _Walk:
         self.mutable: list[tuple[str, Any, _Kind]] = []  # label, thing, how it is read
         self.names: set[str] = set()
         self.iterators: list[str] = []
+        self.remembers = False
         self.label = ""
         self._classes: set[type] = set()
         self._attributes: set[tuple[int, str]] = set()  # of Python modules
-        self._looked_at = 0
+        self._looked_at = self._depth = 0
         self._met: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no two things met have had the same id
         if not isinstance(f, nn.Module):
@@ -250,13 +261,17 @@ class _Walk:
             self.found.append(value.hex())  # 0.0 is not -0.0, and nan is itself
         elif self._meet(value):
             self._looked_at += 1
-            if self._looked_at > _MOST:
+            self._depth += 1
+            if self._looked_at > _MOST or self._depth > _DEEP:
                 self.found.append(_Same(value))
             else:
                 (_LOOK.get(kind) or _look_at)(self, value)
+            self._depth -= 1
 
     def _values(self, values: Any) -> None:
         self.found.append(len(values))
+        if len(values) > _LONG:
+            values = [values[i] for i in (*range(0, len(values), len(values) // _SAMPLE), -1)]
         for value in values:
             self._value(value)
 
@@ -281,6 +296,9 @@ class _Walk:
     def _function(self, function: Any) -> None:
         self.found.append(function.__code__)
         foreign = _is_foreign(function.__module__)
+        if vars(function):
+            self.remembers |= not foreign
+            self._dict(vars(function))
         if foreign and function.__module__.partition(".")[0] in ("torch", "loopfold", "numpy"):
             return
         mutable = len(self.mutable)
@@ -364,13 +382,14 @@ class _Walk:
         self.found.append(_Same(tensor))  # not its own: a step that computes with it is refused
 
     def _array(self, array: Any) -> None:
-        self.mutable.append((self.label, array, _ARRAY))
-        step = max(1, array.nbytes // _LARGE)
         self.found += (array.shape, array.dtype.str)
         if array.dtype.hasobject:
             self._values(array.ravel().tolist())
+        elif array.nbytes > _LARGE:
+            self.found.append(hash(array.flat[:: max(1, array.size // _SAMPLE)].tobytes()))
         else:
-            self.found.append(hash(array.ravel()[::step].tobytes()))
+            self.mutable.append((self.label, array, _ARRAY))
+            self.found.append(hash(array.tobytes()))
 
 
 def _look_at(walk: _Walk, value: Any) -> None:
@@ -392,8 +411,13 @@ def _look_at(walk: _Walk, value: Any) -> None:
         walk.found.append(str(source.key(source.read(value))))
     if isinstance(value, Iterator):
         walk.iterators.append(walk.label)
-    if isinstance(value, array.array):
-        walk.found.append(value.tobytes())
+    if isinstance(value, float | int | str | bytes | complex):  # of a class of its own
+        walk.found.append(repr(value))
+    elif isinstance(value, array.array | bytearray | ctypes.Array):
+        walk.found.append(hash(bytes(memoryview(value))))
+    elif isinstance(value, ContextVar):
+        walk._value(value.get(None))
+    walk.remembers |= isinstance(value, threading.local | functools._lru_cache_wrapper | weakref.WeakKeyDictionary)
     walk.found.append(_Same(value))
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
@@ -446,8 +470,10 @@ def _names(code: types.CodeType) -> frozenset[str]:
 def _slots(kind: Any) -> tuple[str, ...]:
     if _is_foreign(kind.__module__):
         return ()
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return tuple(n for names in found for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
+    found = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__]
+    slots = [(base, n) for base, names in found for n in ((names,) if isinstance(names, str) else names)]
+    private = {n: f"_{base.__name__.lstrip('_')}{n}" for base, n in slots if n[:2] == "__" and n[-2:] != "__"}
+    return tuple(private.get(n, n) for _, n in slots if n in private or n[:2] != "__")
 
 
 def global_hooks() -> bool:

@@ -87,9 +87,19 @@ class Saved:
 
 def compiled_refusal(recurrence: Recurrence) -> str | None:
     """Why no compiling engine can run this call, or None. What the call decides is asked first, and not remembered."""
-    if torch.is_autocast_enabled(leaves(recurrence.state)[0].device.type):
+    parts = leaves(recurrence.state)
+    tensors = [t for t in (recurrence.x, *parts) if t is not None]
+    if any(t.is_meta for t in tensors):
+        return "it is called on tensors without data."
+    if torch.is_autocast_enabled(parts[0].device.type):
         return "torch.autocast chooses dtypes operation by operation."
-    tensors = [t for t in (recurrence.x, *leaves(recurrence.state)) if t is not None]
+    batches = {leaf.shape[0] for leaf in parts if leaf.dim()}
+    if len(batches) != 1 or 0 in batches:
+        return "its states have no sequences, or not equally many."
+    if torch.is_grad_enabled() and any(t.is_inference() for t in tensors):
+        return "it is called with gradients on tensors made under torch.inference_mode."
+    if nn.utils.parametrize._cache_enabled:
+        return "parametrize.cached() holds tensors from one call to the next."
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "it is called inside a torch.func transform or forward-mode differentiation."
     if any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided for t in tensors):
@@ -237,8 +247,8 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
                 whole = torch.where(alive(whole, recurrence.lengths), whole, 0)
             own = leaf.target is not None and not leaf.target.is_view
             results.append(whole if own else whole.clone())  # x itself is not ours to give away
-        else:
-            results.append(emitted[leaf])
+        else:  # two leaves that are one value have memory of their own
+            results.append(emitted[leaf] if loop.leaves.index(leaf) == len(results) else emitted[leaf].clone())
     return rebuild(graph.structure, results)
 
 
@@ -265,8 +275,9 @@ class _Loop(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         n_constants, n_inputs, *tensors = rest
         constants = tensors[:n_constants]
-        inputs = [t.contiguous() for t in tensors[n_constants : n_constants + n_inputs]]
-        state = [t.contiguous() for t in tensors[n_constants + n_inputs :]]
+        constants = [t.resolve_neg() for t in constants]
+        inputs = [t.contiguous().resolve_neg() for t in tensors[n_constants : n_constants + n_inputs]]
+        state = [t.contiguous().resolve_neg() for t in tensors[n_constants + n_inputs :]]
         emitted, kept = kernel.forward(program, call, constants, inputs, state)
         if call.record:
             ctx.engine, ctx.kernel, ctx.program, ctx.call = engine, kernel, program, call
@@ -297,7 +308,7 @@ class _Loop(torch.autograd.Function):
         saved = Saved(constants, inputs, take(n_state), take(n_emitted), tensors)
 
         def back(*arriving: Tensor | None) -> list[Tensor | None]:
-            gs = [None if g is None else g.contiguous() for g in arriving]
+            gs = [None if g is None else g.contiguous().resolve_neg() for g in arriving]
             found = ctx.kernel.backward(program, call, saved, gs)
             return _collect(program, saved, program.reverse(gs), found, needs)
 
@@ -371,7 +382,8 @@ def _collect(
     for (i, _), g in zip(reverse.rows, found.rows, strict=True):
         add(i, g.sum_to_size(constants[i].shape))
     by_input = [None if g is None else stored[g] for g in reverse.inputs]
-    return [*by_constant, *by_input, *found.state]
+    by_state = [g if reached else None for g, reached in zip(found.state, reverse.reached, strict=True)]
+    return [*by_constant, *by_input, *by_state]
 
 
 def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) -> list[Tensor]:

@@ -45,10 +45,10 @@ class _LoopedKernel(Kernel):
         sequences = {f"input{i}": t for i, t in enumerate(inputs)}
         rows = {f"state{i}": t for i, t in zip(loop.carried, state, strict=True)}
         found, _ = program.made[key](call, sequences, _named(constants), rows, state[0], False)
-        taken = {t.data_ptr() for t in (*inputs, *state)}
-        for i, t in enumerate(found):  # a value that is an input, or two that are one, must not share their memory
-            found[i] = t.clone() if t.data_ptr() in taken else t
-            taken.add(found[i].data_ptr())
+        taken = {t.untyped_storage().data_ptr() for t in (*inputs, *state)}
+        for i, t in enumerate(found):  # a value that is a part of an input, or of another, must not share its memory
+            found[i] = t.clone() if t.untyped_storage().data_ptr() in taken else t
+            taken.add(found[i].untyped_storage().data_ptr())
         return found[: len(loop.emitted)], found[len(loop.emitted) :]
 
     def backward(self, program: Program, call: Call, saved: Saved, incoming: list[Tensor | None]) -> Gradients:

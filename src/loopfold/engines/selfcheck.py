@@ -115,7 +115,8 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
 
     def step(*tensors: Tensor) -> list[Tensor]:  # gradients on or off as they are: a step may ask
         state = rebuild(recurrence.state, tensors[: len(before)])
-        new = [leaf.detach() for leaf in leaves(recurrence.f(state, *tensors[len(before) :]))]
+        with _out_of_sight():
+            new = [leaf.detach() for leaf in leaves(recurrence.f(state, *tensors[len(before) :]))]
         return new if alive is None else [torch.where(_rows(alive, leaf), leaf, 0) for leaf in new]
 
     return ours, step, inputs
@@ -131,6 +132,11 @@ def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
         return before
     alive = recurrence.alive(t)
     return [torch.where(_rows(alive, b), b, s) for b, s in zip(before, start, strict=True)]
+
+
+def _out_of_sight() -> Any:
+    """While open, what autograd saves concerns nobody: torch.utils.checkpoint counts it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _rows(alive: Tensor, leaf: Tensor) -> Tensor:
@@ -208,8 +214,12 @@ class Guard:
     marks: tuple[Any, ...]  # of the step and its tensors, as they were forwards
 
     def still_holds(self) -> bool:
-        """Whether the step is what it was forwards; if not, there is nothing to compare with."""
-        return marks_of(self.recurrence) == self.marks
+        """Whether the step is what it was forwards; if not, there is nothing to compare with.
+
+        Nor if hooks are set on what gradients go back to: they would be called for the comparison too.
+        """
+        hooked = any(root._backward_hooks for root in _roots(self.recurrence))
+        return not hooked and marks_of(self.recurrence) == self.marks
 
     def disagreement(self, arrives: list[bool]) -> str | None:
         """How the gradients of two steps differ, from gradients at those leaves of the state where some arrive."""
@@ -234,7 +244,7 @@ class Guard:
                 state=rebuild(full.state, wanted[: len(before)]),
                 lengths=lengths,
             )
-            with torch.enable_grad():
+            with torch.enable_grad(), _out_of_sight():
                 found = zip(leaves(run(small)), weights, arrives, strict=True)
                 loss = sum((leaf * w).sum() for leaf, w, here in found if here)
             sources = [*[t for t in wanted if t.requires_grad], *parameters]
@@ -254,7 +264,7 @@ class Guard:
         full = self.recurrence
         state = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves(full.state)]
         x = None if full.x is None else full.x.detach().requires_grad_(full.x.requires_grad)
-        with torch.enable_grad():
+        with torch.enable_grad(), _out_of_sight():
             states = leaves(Sequential().run(replace(full, x=x, state=rebuild(full.state, state))))
         pairs = [(leaf, g) for leaf, g in zip(states, incoming, strict=True) if g is not None and leaf.requires_grad]
         sources = [t for t in (*state, x) if t is not None and t.requires_grad] + _parameters(full)
@@ -282,8 +292,6 @@ def marks_of(recurrence: Recurrence) -> tuple[Any, ...]:
 def guarded(guard: Guard, states: State) -> State:
     """`states`, whose gradients are compared when they come back."""
     roots, parts = _roots(guard.recurrence), leaves(states)
-    if any(root._backward_hooks for root in roots):  # they would be called for the comparison too
-        return states
     flow = [i for i, part in enumerate(parts) if part.requires_grad]
     for i, part in zip(flow, _Guarded.apply(guard, flow, *[parts[i] for i in flow], *roots), strict=True):
         parts[i] = part

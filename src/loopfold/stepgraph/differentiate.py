@@ -33,6 +33,7 @@ class Reverse:
     inputs: tuple[Value | None, ...]  # ∇ of each input at this step
     products: tuple[Product, ...]
     rows: tuple[tuple[int, Value], ...]  # (constant i, what this step adds to its gradient)
+    reached: tuple[bool, ...]  # whether a gradient goes back to each carried leaf at all; if not, it is None, not zero
 
     def stored(self) -> list[Value]:
         """What is needed of every step: gradients of inputs, and the right sides of products; each once."""
@@ -48,8 +49,9 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
     b = loop.builder
     gradients: dict[Value, list[Value]] = {}
     cuts: dict[Value, list[tuple[int, Value]]] = {}
+    carrying = _carrying(loop, incoming)
     for k, v in enumerate(loop.emitted):
-        if k < len(loop.carried):
+        if k in carrying:
             gradients.setdefault(v, []).append(b.make("carry", width=v.width, index=k))
         if incoming[k]:
             gradients.setdefault(v, []).append(b.make("incoming", width=v.width, index=k))
@@ -90,7 +92,20 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
     )
     inputs = tuple(leaf.get(("input", i)) for i in range(len(loop.inputs)))
     rows = tuple((i, g) for (op, i), g in leaf.items() if op == "constant")
-    return Reverse(carries, inputs, tuple(products), rows)
+    reached = tuple(("state", i) in leaf for i in loop.carried)
+    return Reverse(carries, inputs, tuple(products), rows, reached)
+
+
+def _carrying(loop: Loop, incoming: tuple[bool, ...]) -> set[int]:
+    """The carried leaves through which some gradient goes back from step to step."""
+    found: set[int] = set()
+    while True:
+        roots = [v for k, v in enumerate(loop.emitted) if incoming[k] or k in found]
+        passing = ordered(roots, stop=[v for v in ordered(roots) if v.op == "detach" or v.is_bool])
+        reached = {loop.carried.index(v.index) for v in passing if v.op == "state"}
+        if reached <= found:
+            return found
+        found |= reached
 
 
 def _assemble(b: Builder, width: int, cuts: list[tuple[int, Value]]) -> Value:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from loopfold.states import State, Step, leaves, name_of, rebuild, zero_state
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, merge
-from loopfold.surroundings import iterators_of, names_in, unchanged
+from loopfold.surroundings import iterators_of, names_in, remembers, unchanged
 
 NOT_ITS_OWN = (
     "it reads a tensor that is neither its parameter nor its buffer. Register it: self.register_buffer(name, tensor)."
@@ -59,11 +59,10 @@ def trace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
 
 
 def retrace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
-    """The graph of a step that was traced before, when nothing but numbers has changed since: at one batch size."""
+    """The graph of a step that was traced before, when nothing but numbers has changed since."""
     _check_traceable(f)
-    batch, _ = _batch_sizes(f, x0, state)
-    one = _record(f, x0, state, batch)
-    return merge(one, one, batch, batch)
+    first, second = _batch_sizes(f, x0, state)
+    return merge(_record(f, x0, state, first), _record(f, x0, state, second), first, second)
 
 
 def trace_map(f: Step, x0: Tensor | None, state: State) -> StepGraph:
@@ -104,8 +103,6 @@ def _check_traceable(f: Step) -> None:
             if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
                 kind = "sparse" if tensor.layout != torch.strided else f"a {type(tensor).__name__}"
                 raise Refusal(f"its {name} is {kind}; a kernel needs plain dense tensors.")
-    if nn.utils.parametrize._cache_enabled:
-        raise Refusal("parametrize.cached() holds tensors from one call to the next.")
 
 
 _WATCHES = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward"}
@@ -210,6 +207,9 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
         raise Refusal("it asks for the inference mode.")
     if iterators_of(f) and "next" in names:
         raise Refusal(f"it takes from the iterator {iterators_of(f)[0]}, which has another value at every step.")
+    if remembers(f):  # first with real tensors, lest a cache should keep those without data
+        with torch.no_grad(), unchanged(f):
+            f(state, *([] if x0 is None else [x0]))
     gradients = torch.is_grad_enabled() if "is_grad_enabled" in names else True
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # in that mode layers are not taken apart
         return _recorded(f, x0, state, batch, gradients)
