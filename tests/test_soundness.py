@@ -1115,6 +1115,20 @@ def test_the_check_leaves_no_trace_of_itself() -> None:
     assert len(called) == 1
 
 
+def test_checks_leave_no_tensor_behind() -> None:
+    cell, x = lf.GRU(3, 5), sequence(7, 3, 3, dtype=torch.float32)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) is Tensor for thing in gc.get_objects())
+
+    lf.unfold(cell, x, engine=lf.FusedCPU()).hidden.sum().backward()
+    before = alive()
+    for batch in (4, 5, 6, 7):  # the first run of every batch size is checked
+        lf.unfold(cell, sequence(7, batch, 3, dtype=torch.float32), engine=lf.FusedCPU()).hidden.sum().backward()
+    assert alive() <= before
+
+
 def test_nothing_that_is_kept_of_a_module_keeps_it_alive() -> None:
     """Not its program, nor its fingerprint, though a method or a function of the step holds the module itself."""
     x = sequence(7, 3, 4, dtype=torch.float32)

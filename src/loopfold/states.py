@@ -159,7 +159,7 @@ def _search_state(f: Step, x: Tensor | None) -> State:
         for n, arguments in itertools.product(sizes, inputs):
             state = structure(like.new_zeros(_TRIAL_BATCH, n))
             try:
-                with torch.no_grad(), unchanged(f):
+                with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
                     new = step(state, *arguments)
                 if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
                     fits[n] = new  # in the structure that f returns, which may be a NamedTuple

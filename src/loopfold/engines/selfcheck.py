@@ -135,8 +135,11 @@ def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
 
 
 def _out_of_sight() -> Any:
-    """While open, what autograd saves concerns nobody: torch.utils.checkpoint counts it."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    """While open, what autograd saves concerns nobody: torch.utils.checkpoint counts it.
+
+    A result that was saved as it is would hold itself in memory for ever; detached, it does not.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def _rows(alive: Tensor, leaf: Tensor) -> Tensor:

@@ -208,8 +208,11 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     if iterators_of(f) and "next" in names:
         raise Refusal(f"it takes from the iterator {iterators_of(f)[0]}, which has another value at every step.")
     if remembers(f):  # first with real tensors, lest a cache should keep those without data
-        with torch.no_grad(), unchanged(f):
-            f(state, *([] if x0 is None else [x0]))
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
+                f(state, *([] if x0 is None else [x0]))
+        except Exception as error:
+            raise Refusal(f"it fails: {error}") from None
     gradients = torch.is_grad_enabled() if "is_grad_enabled" in names else True
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # in that mode layers are not taken apart
         return _recorded(f, x0, state, batch, gradients)
