@@ -33,19 +33,18 @@ def fingerprint(f: nn.Module) -> tuple[Any, ...]:
     return tuple(_Walk(f).found)
 
 
-def names_in(f: Callable[..., Any]) -> set[str]:
-    """The names that the code of a step uses, as far as it is the user's own."""
-    return _Walk(f).names
+class Habits(NamedTuple):
+    """What the code of a step does that a trace must know of beforehand."""
+
+    names: set[str]  # that it uses, as far as it is the user's own
+    iterators: list[str]  # where it holds some, which a trace would use up
+    remembers: bool  # whether it has caches that keep what they are given the first time
 
 
-def remembers(f: Callable[..., Any]) -> bool:
-    """Whether a step has caches that keep what they are given the first time."""
-    return _Walk(f).remembers
-
-
-def iterators_of(f: Callable[..., Any]) -> list[str]:
-    """Where a step holds iterators, which a trace would use up."""
-    return _Walk(f).iterators
+def habits(f: Callable[..., Any]) -> Habits:
+    """Look at a step before it is traced."""
+    walk = _Walk(f)
+    return Habits(walk.names, walk.iterators, walk.remembers)
 
 
 def only_numbers_differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

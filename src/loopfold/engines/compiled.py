@@ -172,14 +172,10 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
         reason = f"the step fails: {error}"
     watch.paid(time.perf_counter() - end)
     if reason is None and wait and record and watch.guards_gradients():
-        again, distrust = partial(_run_again, engine, kernel, found), partial(_distrust, engine, recurrence)
+        again, distrust = partial(_run, engine, kernel, found=found), partial(_distrust, engine, recurrence)
         guard = Guard(recurrence, detached(states), again, watch, distrust, marks_of(recurrence))
         states = guarded(guard, states)
     return states, reason
-
-
-def _run_again(engine: Engine, kernel: Kernel, found: Found, recurrence: Recurrence) -> State:
-    return _run(engine, kernel, recurrence, found)
 
 
 def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:

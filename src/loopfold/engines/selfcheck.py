@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Recurrence, Unsound
-from loopfold.engines.sequential import Sequential
+from loopfold.engines.sequential import Sequential, where_alive
 from loopfold.states import State, leaves, rebuild
 from loopfold.surroundings import fingerprint
 
@@ -117,7 +117,7 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
         state = rebuild(recurrence.state, tensors[: len(before)])
         with _out_of_sight():
             new = [leaf.detach() for leaf in leaves(recurrence.f(state, *tensors[len(before) :]))]
-        return new if alive is None else [torch.where(_rows(alive, leaf), leaf, 0) for leaf in new]
+        return new if alive is None else [where_alive(alive, leaf, 0) for leaf in new]
 
     return ours, step, inputs
 
@@ -131,7 +131,7 @@ def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
     if recurrence.lengths is None:
         return before
     alive = recurrence.alive(t)
-    return [torch.where(_rows(alive, b), b, s) for b, s in zip(before, start, strict=True)]
+    return [where_alive(alive, b, s) for b, s in zip(before, start, strict=True)]
 
 
 def _out_of_sight() -> Any:
@@ -140,10 +140,6 @@ def _out_of_sight() -> Any:
     A result that was saved as it is would hold itself in memory for ever; detached, it does not.
     """
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-
-
-def _rows(alive: Tensor, leaf: Tensor) -> Tensor:
-    return alive.view(-1, *[1] * (leaf.dim() - 1))
 
 
 # ------------------------------------------------------------------ is it rounding?

@@ -26,11 +26,12 @@ class Sequential(Engine):
             if recurrence.lengths is not None:
                 # A sequence that has ended takes its first step again and again: had it gone on from its last state,
                 # a step that overflows there would turn the gradient 0 that it gets into 0 · inf = NaN.
-                outputs[-1] = [_where(recurrence.alive(t), leaf, 0) for leaf in outputs[-1]]
-                new = map_state(partial(_where, recurrence.alive(t + 1)), new, start)
+                outputs[-1] = [where_alive(recurrence.alive(t), leaf, 0) for leaf in outputs[-1]]
+                new = map_state(partial(where_alive, recurrence.alive(t + 1)), new, start)
             state = new
         return rebuild(state, [torch.stack(leaf) for leaf in zip(*outputs, strict=True)])
 
 
-def _where(alive: Tensor, leaf: Tensor, other: Tensor | int) -> Tensor:
+def where_alive(alive: Tensor, leaf: Tensor, other: Tensor | int) -> Tensor:
+    """`leaf [batch, …]` for the sequences that still run, `other` for those that have ended."""
     return torch.where(alive.view(-1, *[1] * (leaf.dim() - 1)), leaf, other)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from loopfold.states import State, Step, leaves, name_of, rebuild, zero_state
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, merge
-from loopfold.surroundings import iterators_of, names_in, remembers, unchanged
+from loopfold.surroundings import habits, unchanged
 
 NOT_ITS_OWN = (
     "it reads a tensor that is neither its parameter nor its buffer. Register it: self.register_buffer(name, tensor)."
@@ -202,12 +202,12 @@ class _Recorder(TorchDispatchMode):
 
 def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     """The graph of one call of `f`. Gradients are on, so that torch.no_grad() inside the step is seen."""
-    names = names_in(f)
+    names, iterators, remembers = habits(f)
     if "is_inference_mode_enabled" in names:
         raise Refusal("it asks for the inference mode.")
-    if iterators_of(f) and "next" in names:
-        raise Refusal(f"it takes from the iterator {iterators_of(f)[0]}, which has another value at every step.")
-    if remembers(f):  # first with real tensors, lest a cache should keep those without data
+    if iterators and "next" in names:
+        raise Refusal(f"it takes from the iterator {iterators[0]}, which has another value at every step.")
+    if remembers:  # first with real tensors, lest a cache should keep those without data
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
                 f(state, *([] if x0 is None else [x0]))
