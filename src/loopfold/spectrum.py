@@ -13,6 +13,7 @@ from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, short_names
 from loopfold.states import in_evaluation, leaves, name_of
+from loopfold.stepgraph.aten import Product, aten
 from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
 from loopfold.stepgraph.trace import tensors_of, trace
@@ -102,14 +103,15 @@ def _recurrent_matrices(graph: StepGraph, own: dict[str, Tensor], names: dict[st
     for leaf in graph.state:
         columns = _columns(graph, leaf)
         for node in graph.operations:
-            if node.op in _PRODUCTS and node.args[-2] in columns and node.args[-1] in constants:
+            product = aten(node.op).product
+            if product is Product.ROWS and node.args[-2] in columns and node.args[-1] in constants:
                 matrix = node.args[-1]
                 for rows in _blocks(columns[node.args[-2]][0]):
                     W = constants[matrix][rows].T.double().cpu()  # h @ W.T is what W h is for columns
                     if len(W) % len(rows) == 0 and (len(rows) > 1 or leaf.shape[-1] == 1):  # not a lone column
                         key = formulas[matrix], tuple(rows)
                         found.setdefault(key, _Matrix(W, _source(matrix, sources), leaf.name))
-            elif node.op in _OTHER_PRODUCTS and any(part in columns for part in node.inputs()):
+            elif product is Product.OTHER and any(part in columns for part in node.inputs()):
                 raise ValueError(
                     f"{graph.name} multiplies its state in a way that eigenvalues cannot read, aten.{node.op}. Write "
                     f"it as a product of rows [batch, n], such as h @ W.T."
@@ -139,15 +141,6 @@ def _named(matrices: list[_Matrix], letters: str) -> Iterator[tuple[str, Tensor]
                 yield source + (f"_{mark}" if len(gates) > 1 else "") + part, W
 
 
-_PRODUCTS = ("mm", "addmm")
-_OTHER_PRODUCTS = ("bmm", "baddbmm", "convolution", "mv", "addmv")
-_MOVES = {  # they put numbers elsewhere and change none
-    *("cat", "stack", "slice", "split", "split_with_sizes", "unbind", "select", "index_select", "getitem"),
-    *("view", "_unsafe_view", "reshape", "permute", "t", "transpose", "expand", "repeat", "unsqueeze", "squeeze"),
-    *("clone", "alias", "detach", "flip", "roll", "constant_pad_nd"),
-}
-
-
 def _columns(graph: StepGraph, leaf: Node) -> dict[Node, Any]:
     """Which columns of a leaf of the state each value holds at each of its places, counted from 1; 0 is none.
 
@@ -157,9 +150,9 @@ def _columns(graph: StepGraph, leaf: Node) -> dict[Node, Any]:
     found: dict[Node, Any] = {leaf: torch.arange(1, 1 + _blank(leaf).numel()).view(_blank(leaf).shape)}
     for node in graph.operations:
         held = [part for part in node.inputs() if part in found]
-        if not held or node.op in (*_PRODUCTS, *_OTHER_PRODUCTS):
+        if not held or aten(node.op).product in (Product.ROWS, Product.OTHER):
             continue
-        if node.op in _MOVES and not (node.op == "getitem" and isinstance(found[held[0]], Tensor)):
+        if aten(node.op).moves and not (node.op == "getitem" and isinstance(found[held[0]], Tensor)):
             moved = apply(node, {part: found.get(part, _blank(part)) for part in node.inputs()}, 1)
             if not isinstance(moved, Tensor) or bool(moved.any()):
                 found[node] = moved
@@ -202,7 +195,7 @@ def _source(matrix: Node, names: dict[Node, str]) -> str:
     """What a matrix comes from: the parameter that it is a part of, or those that it is computed from."""
     needed = needed_for([matrix], set())
     parts = dict.fromkeys(name for node, name in names.items() if node in needed)
-    is_part = all(node.op in (*_MOVES, "parameter") for node in needed)
+    is_part = all(aten(node.op).moves or node.op == "parameter" for node in needed)
     is_parametrised = all("parametrizations." in node.name for node in needed if node in names)
     return next(iter(parts)) if len(parts) == 1 and (is_part or is_parametrised) else f"f({', '.join(parts)})"
 

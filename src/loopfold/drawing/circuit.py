@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from loopfold.drawing.notation import operation_symbol, parameter_symbols
+from loopfold.stepgraph.aten import aten
 from loopfold.stepgraph.graph import Node, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
 
@@ -199,9 +200,6 @@ def same(values: Sequence[Any], batch: int) -> Any:
     return values[0]
 
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mul", "div", "embedding", "index", "mv", "dot"}
-
-
 class _Traced:
     """A step graph with the values of its parameters."""
 
@@ -242,8 +240,7 @@ class _Traced:
                 continue
             inputs = node.inputs()
             comes_from[node] = set().union(*(comes_from.get(n, set()) for n in inputs))
-            if node.op in _PRODUCTS:
-                factors = inputs[-2:]  # addmm(b, h, W) adds its first
+            if factors := inputs[slice(*aten(node.op).factors)]:
                 for name in self._parameters_of([n for n in factors if not self.varies.get(n, True)]):
                     for n in factors:
                         for read in comes_from.get(n, set()):
@@ -264,11 +261,11 @@ class _Traced:
 
     def label(self, node: Node) -> str:
         """What stands in an operation's box: its sign, with the numbers and the parameters that it adds."""
-        sign = operation_symbol(node.op)
+        sign, factors = operation_symbol(node.op), node.inputs()[slice(*aten(node.op).factors)]
         added = [
             f"${name}$"
-            for n in (node.inputs()[:-2] if node.op in _PRODUCTS else node.inputs())
-            if not self.varies.get(n, True)
+            for n in node.inputs()
+            if n not in factors and not self.varies.get(n, True)
             for name in self._parameters_of([n])
         ]
         numbers = [f"{a:g}" for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]

@@ -3,27 +3,12 @@
 import re
 from collections.abc import Iterable
 
+from loopfold.stepgraph.aten import aten
+
 _GREEK = re.compile(
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega"
 )
 _UNKNOWN = re.compile(r"[^0-9A-Za-z\u0370-\u03ff]")  # what mathtext has no glyph for, or another use
-_OPERATIONS = {
-    "add": "+",
-    "sub": "−",
-    "rsub": "−",
-    "mul": r"$\odot$",
-    "div": "÷",
-    "mm": "@",
-    "bmm": "@",
-    "addmm": "@",
-    "baddbmm": "@",
-    "neg": "−",
-    "sigmoid": r"$\sigma$",
-    "relu": "ReLU",
-    "embedding": "look up",
-    "native_layer_norm": "norm",
-    "_softmax": "softmax",
-}
 
 
 def symbol(name: str, *subscripts: str) -> str:
@@ -74,7 +59,7 @@ def _path(name: str) -> tuple[str, ...]:
 
 def operation_symbol(op: str) -> str:
     """What stands in the box of an operation of torch."""
-    return _OPERATIONS.get(op, op.strip("_").removeprefix("native_"))
+    return aten(op).symbol or op.strip("_").removeprefix("native_")
 
 
 def plain(mathtext: str) -> str:

@@ -16,6 +16,7 @@ from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of
 from loopfold.stepgraph.graph import BATCH
 from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.ops import Kind
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,11 @@ def _tell_once(f: nn.Module, why: str) -> None:
         )
 
 
-def explain(engine: Engine, recurrence: Recurrence) -> str:
-    """Which engine runs this, why, and what the compiler made of the step; or why `engine` refuses it."""
+def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
+    """Which engine runs this, why, and what the compiler made of the step; or why `engine` refuses it.
+
+    `code`  with what was generated: Python for `Looped`, LLVM's language for `FusedCPU`
+    """
     leaf = leaves(recurrence.state)[0]
     dtype = str(leaf.dtype).removeprefix("torch.")
     size = f"τ = {recurrence.steps}, batch {leaf.shape[0]}, {dtype} on {leaf.device}"
@@ -119,6 +123,8 @@ def explain(engine: Engine, recurrence: Recurrence) -> str:
     lines = [f"{begin}: {type(chosen).__name__}, because {why}"]
     if not isinstance(chosen, Sequential):
         lines += _parts(program_of(recurrence).program)
+    if code and (text := chosen.code(recurrence)):
+        lines += ["", text.rstrip()]
     return "\n".join(lines)
 
 
@@ -126,13 +132,13 @@ def _parts(program: Program) -> list[str]:
     loop = program.loop
     order = ordered(loop.emitted)
     products = [f"{v.args[0].width}×{v.width}" for v in order if v.op == "matmul"]
-    pointwise = sum(v.op not in ("matmul", "slice", "cat", "number", "state", "input", "constant") for v in order)
+    others = sum(v.kind in (Kind.POINTWISE, Kind.REDUCTION) for v in order)
     after = [leaf for leaf in loop.leaves if not isinstance(leaf, int)]
     inside = f"{_count(len(products), 'product')} ({', '.join(products)})" if products else "no product"
     lines = [
         f"  before the loop, for all steps at once: {_count(len(loop.inputs), 'sequence')} of what x decides alone"
     ]
-    lines += [f"  in the loop: {inside}, {_count(pointwise, 'other operation')}"]
+    lines += [f"  in the loop: {inside}, {_count(others, 'other operation')}"]
     if after:
         lines += [
             f"  after the loop, for all steps at once: {_count(len(after), 'part')} of the state that no step reads"

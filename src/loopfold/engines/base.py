@@ -39,10 +39,6 @@ class EngineWarning(UserWarning):
     """A step runs under `Sequential` that was meant to be compiled: the values are right, the speed is not."""
 
 
-class Unsound(Exception):
-    """A kernel that would read memory that nothing has written: a fault of ours, found before any code runs."""
-
-
 class Engine(ABC):
     """Runs a recurrence. States and every gradient match `Sequential` within the engine's stated tolerance."""
 
@@ -53,6 +49,10 @@ class Engine(ABC):
     @abstractmethod
     def run(self, recurrence: Recurrence) -> State:
         """state(1…τ): the structure that `f` returns, each leaf `[τ, batch, …]`, zero after a sequence's end."""
+
+    def code(self, recurrence: Recurrence) -> str:
+        """What was generated for the recurrence, for people to read; nothing, unless an engine says otherwise."""
+        return ""
 
 
 def first_step(recurrence: Recurrence) -> State:

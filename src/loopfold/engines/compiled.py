@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from loopfold.engines.base import Engine, EngineWarning, Recurrence, Unsound
+from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.programs import Found, Program, forget, program_of
 from loopfold.engines.selfcheck import (
     FIRST,
@@ -35,7 +35,7 @@ from loopfold.engines.selfcheck import (
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
-from loopfold.stepgraph.graph import Node, Refusal
+from loopfold.stepgraph.graph import Node, Refusal, Unsound
 from loopfold.stepgraph.hoist import Loop, needed_for
 from loopfold.stepgraph.loop import Value
 from loopfold.surroundings import global_hooks
@@ -306,7 +306,7 @@ class _Loop(torch.autograd.Function):
         def back(*arriving: Tensor | None) -> list[Tensor | None]:
             gs = [None if g is None else g.contiguous().resolve_neg() for g in arriving]
             found = ctx.kernel.backward(program, call, saved, gs)
-            return _collect(program, saved, program.reverse(gs), found, needs)
+            return _collect(program, saved, program.reverse(tuple(g is not None for g in gs)), found, needs)
 
         with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
             results = _each(back, incoming) if come_many(incoming) else back(*incoming)

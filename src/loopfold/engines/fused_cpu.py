@@ -10,21 +10,25 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from loopfold.engines.base import Engine, Recurrence, Unsound
-from loopfold.engines.compiled import Call, Gradients, Kernel, Saved, compiled_refusal, run_compiled
-from loopfold.engines.plan import Place, Source
-from loopfold.engines.programs import Program, alone
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
+from loopfold.engines.programs import alone
+from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State, leaves, whole_number
+from loopfold.stepgraph.graph import Unsound
 from loopfold.stepgraph.loop import Value
+
+if TYPE_CHECKING:
+    from loopfold.engines.native import Code, Shape
 
 _log = logging.getLogger("loopfold")
 OPTIMISE = 3  # how long LLVM thinks about a kernel, from 0 to 3
@@ -62,86 +66,21 @@ class FusedCPU(Engine):
         return None
 
     def run(self, recurrence: Recurrence) -> State:
-        return run_compiled(self, _FusedKernel(self.threads or torch.get_num_threads()), recurrence)
+        return run_compiled(self, self._kernel(), recurrence)
+
+    def code(self, recurrence: Recurrence) -> str:
+        return self._kernel().code(recurrence)
+
+    def _kernel(self) -> "_FusedKernel":
+        return _FusedKernel(self.threads or torch.get_num_threads())
 
 
 @dataclass(frozen=True)
-class _FusedKernel(Kernel):
+class _FusedKernel(Writer):
     threads: int
 
-    def forward(
-        self, program: Program, call: Call, constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        loop = program.loop
-        out = [*loop.emitted, *(program.kept if call.record else ())]
-        native = self._native(
-            program,
-            call,
-            state[0].dtype,
-            ("forward", call.record),
-            lambda: Source(
-                roots=tuple((v, Place("sequence", i, v.width)) for i, v in enumerate(out)),
-                sums=(),
-                given={},
-                carries=(),
-                backwards=False,
-                masked=call.lengths is not None,
-            ),
-        )
-        sequences = [state[0].new_empty(call.steps, call.batch, v.width) for v in out]
-        buffers: dict[Any, Tensor] = {("sequence", i): t for i, t in enumerate(sequences)}
-        buffers |= _common(program, constants, inputs, state, sequences)
-        native.run(call, buffers, constants, self.threads)
-        return sequences[: len(loop.emitted)], sequences[len(loop.emitted) :]
-
-    def backward(self, program: Program, call: Call, saved: Saved, incoming: list[Tensor | None]) -> Gradients:
-        loop, reverse, state, emitted = program.loop, program.reverse(incoming), saved.state, saved.emitted
-        stored, given = reverse.stored(), [*loop.emitted, *program.kept]
-        places = [Place("sequence", len(given) + i, v.width) for i, v in enumerate(stored)]
-        carries = [Place("carry", k, v.width) for k, v in enumerate(reverse.carries)]
-        native = self._native(
-            program,
-            call,
-            state[0].dtype,
-            ("backward", tuple(g is not None for g in incoming)),
-            lambda: Source(
-                roots=(*zip(stored, places, strict=True), *zip(reverse.carries, carries, strict=True)),
-                sums=tuple(v for _, v in reverse.rows),
-                given={v: i for i, v in reversed(list(enumerate(given)))},
-                carries=tuple(v.width for v in reverse.carries),
-                backwards=True,
-                masked=call.lengths is not None,
-            ),
-        )
-        sequences = [state[0].new_empty(call.steps, call.batch, v.width) for v in stored]
-        initial = [torch.zeros_like(s) for s in state]
-        buffers: dict[Any, Tensor] = {("sequence", i): t for i, t in enumerate([*emitted, *saved.kept, *sequences])}
-        buffers |= {("incoming", k): t for k, t in enumerate(incoming) if t is not None}
-        buffers |= {("initial", k): t for k, t in enumerate(initial)}
-        buffers |= _common(program, saved.constants, saved.inputs, state, emitted)
-        sums = native.run(call, buffers, saved.constants, self.threads)
-        return Gradients(initial, sequences, sums)
-
-    def _native(
-        self, program: Program, call: Call, dtype: torch.dtype, what: tuple[Any, ...], source: Callable[[], Any]
-    ) -> "_Native":
-        tile = _tile(call.batch, self.threads)
-        key = ("fused", what, dtype, tile, call.lengths is not None)
-        if key not in program.made:
-            with alone():
-                if key not in program.made:
-                    program.made[key] = _Native.compile(f"{program.graph.name} {what[0]}", source(), dtype, tile)
-        return program.made[key]
-
-
-def _common(
-    program: Program, constants: list[Tensor], inputs: list[Any], state: list[Tensor], emitted: list[Tensor]
-) -> dict[Any, Tensor]:
-    found: dict[Any, Tensor] = {("input", i): t for i, t in enumerate(inputs) if t is not None}
-    found |= {("constant", i): t for i, t in enumerate(constants)}
-    for k, i in enumerate(program.loop.carried):
-        found |= {("start", i): state[k], ("states", i): emitted[k]}
-    return found
+    def write(self, name: str, source: Source, dtype: torch.dtype) -> Written:
+        return _Fused(name, source, dtype, self.threads)
 
 
 @functools.cache
@@ -158,41 +97,71 @@ def _tile(batch: int, threads: int) -> int:
 # ------------------------------------------------------------------ compiled kernels
 
 
+class _Fused(Written):
+    """A source, and the kernels in memory that were made for it."""
+
+    def __init__(self, name: str, source: Source, dtype: torch.dtype, threads: int) -> None:
+        self.name, self.source, self.dtype, self.threads = name, source, dtype, threads
+        self.natives: dict[int, _Native] = {}
+
+    def code(self, call: Call) -> str:
+        return f"; {self.name}\n{self._code(_tile(call.batch, self.threads))[1].code}"
+
+    def _code(self, tile: int) -> "tuple[Shape, Code]":
+        from loopfold.engines.native import Shape, write
+
+        shape = Shape(tile, "float" if self.dtype == torch.float32 else "double", _machine())
+        return shape, write(self.source, shape)
+
+    def _native(self, batch: int) -> "_Native":
+        tile = _tile(batch, self.threads)
+        if tile not in self.natives:
+            with alone():
+                if tile not in self.natives:
+                    shape, code = self._code(tile)
+                    self.natives[tile] = _Native(*_load(self.name, code.code), code.table, code.scratch, shape)
+        return self.natives[tile]
+
+    def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
+        source, like = self.source, next(iter(buffers.values()))
+        out = [like.new_empty(call.steps, call.batch, v.width) for v in source.out]
+        buffers = buffers | {Buffer(Role.OUT, i): t for i, t in enumerate(out)}
+        moved = []
+        for before, after in source.moves:
+            if before.op == "state":
+                buffers[Buffer(Role.STATES, before.index)] = out[source.out.index(after)]
+            else:
+                moved.append(like.new_zeros(call.batch, after.width))
+                buffers[Buffer(Role.CARRY, before.index)] = moved[-1]
+        return Ran(out, moved, self._native(call.batch).run(call, buffers, source.sums, self.threads))
+
+
 @dataclass(frozen=True, eq=False)
 class _Native:
     """A kernel in memory, ready to call."""
 
     kernel: int  # addresses of the two functions
     team: int
-    table: list[tuple[str, Any]]
+    table: list[Buffer]
     scratch: int
-    tile: int
-    sums: tuple[Value, ...]
-    shape: Any
+    shape: "Shape"
 
-    @staticmethod
-    def compile(name: str, source: Any, dtype: torch.dtype, tile: int) -> "_Native":
-        from loopfold.engines.native import Shape, write
-
-        shape = Shape(tile, "float" if dtype == torch.float32 else "double", _machine())
-        written = write(source, shape)
-        kernel, team = _load(name, written.code)
-        return _Native(kernel, team, written.table, written.scratch, tile, source.sums, shape)
-
-    def run(self, call: Call, buffers: dict[Any, Tensor], constants: list[Tensor], threads: int) -> list[Tensor]:
-        """Run over all sequences, in `threads` shares; returns the sums."""
-        like = next(iter(buffers.values()))
-        packed = {key: self._pack(constants[key[1][0]], key[1][1]) for key in self.table if key[0] == "matrix"}
+    def run(self, call: Call, buffers: dict[Buffer, Tensor], wanted: tuple[Value, ...], threads: int) -> list[Tensor]:
+        """Run over all sequences, in `threads` shares; returns the sums that are wanted."""
+        like, tile = next(iter(buffers.values())), self.shape.tile
+        matrices = [buffer for buffer in self.table if buffer.role is Role.MATRIX]
+        constants = {b: buffers[Buffer(Role.CONSTANT, b.index)] for b in matrices}
+        buffers = buffers | {b: self._pack(t.T if b.transposed else t) for b, t in constants.items()}
         lengths = None if call.lengths is None else call.lengths.to(torch.int64).contiguous()
-        tiles = -(-call.batch // self.tile)
+        tiles = -(-call.batch // tile)
         shares = min(threads, tiles)
         scratch = like.new_empty(shares, self.scratch + self.shape.lanes)
-        sums = [like.new_zeros(shares, v.width) for v in self.sums]
+        sums = [like.new_zeros(shares, v.width) for v in wanted]
         jobs, held = [], []
         for i in range(shares):
-            first, last = (tiles * i // shares) * self.tile, (tiles * (i + 1) // shares) * self.tile
-            own = {("scratch", 0): scratch[i]} | {("sum", k): s[i] for k, s in enumerate(sums)}
-            tensors = [own[key] if key in own else packed[key] if key in packed else buffers[key] for key in self.table]
+            first, last = (tiles * i // shares) * tile, (tiles * (i + 1) // shares) * tile
+            own = {Buffer(Role.SCRATCH, 0): scratch[i]} | {Buffer(Role.SUM, k): s[i] for k, s in enumerate(sums)}
+            tensors = [own[buffer] if buffer in own else buffers[buffer] for buffer in self.table]
             if not all(t.dtype == like.dtype and t.is_contiguous() for t in tensors):  # addresses say nothing of that
                 raise Unsound(f"a kernel for {like.dtype} was given other rows.")
             pointers = (ctypes.c_int64 * len(tensors))(*[t.data_ptr() for t in tensors])
@@ -202,9 +171,8 @@ class _Native:
         _run_jobs(self.kernel, self.team, jobs)
         return [s.sum(0) for s in sums]
 
-    def _pack(self, matrix: Tensor, transposed: bool) -> Tensor:
+    def _pack(self, matrix: Tensor) -> Tensor:
         """A matrix in the order in which the kernel reads it: blocks of columns, each row by row."""
-        matrix = matrix.T if transposed else matrix
         depth, columns = matrix.shape
         blocks, vectors = self.shape.block(columns)
         width = vectors * self.shape.lanes

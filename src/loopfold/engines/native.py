@@ -3,7 +3,6 @@
 Rows are taken in tiles: R sequences at a time share every load of a matrix, and their partial sums stay in registers.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from loopfold.engines.base import Unsound
-from loopfold.engines.plan import Place, Plan, Source
-from loopfold.engines.vectors import Vectors
-from loopfold.stepgraph.loop import LEAVES, POINTWISE, Value, ordered
+from loopfold.engines.plan import Place, Plan
+from loopfold.engines.vectors import LLVM, START, Vectors
+from loopfold.engines.writing import Buffer, Role, Source
+from loopfold.stepgraph.graph import Unsound
+from loopfold.stepgraph.loop import Value
 
+SCRATCH = Buffer(Role.SCRATCH, 0)  # all rows of a step together
 LONG = 24  # passes: a longer step is cut into functions of so many
 OPENMP = ("omp_get_thread_num", "omp_get_num_threads")  # what a kernel asks of the library that runs its threads
 
@@ -57,18 +58,18 @@ def _bits(start: int, width: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class Code:
     """A kernel as LLVM code: `void kernel(steps, batch, first row, last row + 1, lengths*, buffers**)`."""
 
     code: str
-    table: list[tuple[str, Any]]  # what each of the buffers is
+    table: list[Buffer]  # what it is given, in order
     scratch: int  # elements of the scratch buffer of one thread
 
 
-def write(source: Source, shape: Shape) -> Written:
+def write(source: Source, shape: Shape) -> Code:
     """Write the kernel that computes `source`."""
     writer = _Writer(Plan(source, shape.lanes), shape)
-    return Written(str(writer.module), writer.table, writer.row_size * shape.tile)
+    return Code(str(writer.module), writer.table, writer.row_size * shape.tile)
 
 
 class _Writer(Vectors):
@@ -76,8 +77,8 @@ class _Writer(Vectors):
         super().__init__(shape.dtype, shape.lanes)
         self.plan, self.source, self.shape = plan, plan.source, shape
         # Which features of each buffer a step has written, one bit each: by the passes before this one, and by this one
-        self.written: dict[tuple[str, int], int] = {}
-        self.being_written: dict[tuple[str, int], int] = {}
+        self.written: dict[Buffer, int] = {}
+        self.being_written: dict[Buffer, int] = {}
         self._body()
         self._team()
 
@@ -87,11 +88,11 @@ class _Writer(Vectors):
         b, source = self.b, self.source
         self.steps, self.batch, first, last, self.lengths, self.buffers = self.function.args
         self.table = self._table()
-        self.pointers: dict[tuple[str, Any], Any] = {}
-        self.carry_at, at = [], self.plan.scratch
-        for width in source.carries:
-            self.carry_at.append(at)
-            at += 2 * self._padded(width)  # one to read and one to write, changing places at every step
+        self.pointers: dict[Buffer, Any] = {}
+        self.carry_at, at = {}, self.plan.scratch
+        for k, v in self.plan.carried:
+            self.carry_at[k] = at
+            at += 2 * self._padded(v.width)  # one to read and one to write, changing places at every step
         self.row_size = at
         with self._range(first, last, self.shape.tile) as row0:
             self.row0 = row0
@@ -107,21 +108,21 @@ class _Writer(Vectors):
             self._finish_carries()
         b.ret_void()
 
-    def _table(self) -> list[tuple[str, Any]]:
+    def _table(self) -> list[Buffer]:
         """Every buffer that the kernel is given, in order."""
-        source = self.source
-        roots = [v for v, _ in source.roots]
-        live = [v for v in ordered([*roots, *source.sums], stop=source.given) if v not in source.given]
-        sequences = {p.index for _, p in source.roots if p.kind == "sequence"} | {*source.given.values()}
-        found: list[tuple[str, Any]] = [("sequence", i) for i in sorted(sequences)]
-        for op in ("input", "incoming", "constant"):
-            found += [(op, i) for i in sorted({v.index for v in live if v.op == op})]
-        for i in sorted({v.index for v in live if v.op == "state"}):
-            found += [("start", i), ("states", i)]
-        found += [("matrix", m) for m in sorted({v.index for v in live if v.op == "matmul"})]
-        found += [("sum", k) for k in range(len(source.sums))]
-        found += [("initial", k) for k in range(len(source.carries))]
-        return [*found, ("scratch", 0)]
+        found: dict[Buffer, None] = {}
+        for v in self.plan.order():
+            if v in self.plan.given:
+                found[self.plan.given[v]] = None
+            elif v.op == "state":
+                found |= {Buffer(Role.START, v.index): None, Buffer(Role.STATES, v.index): None}
+            elif v.op == "matmul":
+                found[Buffer(Role.MATRIX, *v.index)] = None
+            elif v.op in ("input", "incoming", "constant"):
+                found[Buffer(Role[v.op.upper()], v.index)] = None
+        found |= dict.fromkeys(place.buffer for _, place in self.plan.roots)
+        found |= {Buffer(Role.SUM, k): None for k in range(len(self.source.sums))}
+        return [*found, SCRATCH]
 
     def _step(self) -> None:
         """All passes of a step. LLVM's time grows with the square of a function's length, so a long one is cut up."""
@@ -142,7 +143,7 @@ class _Writer(Vectors):
             found += [partial(self._pass, self._product if v.op == "matmul" else self._reduction, v) for v in products]
             found += [partial(self._pass, self._pointwise, group) for group in groups if group[0] == stage]
         if self.source.masked:
-            places = {(p.kind, p.index): p for _, p in self.source.roots}
+            places = {place.buffer: place for _, place in self.plan.roots}
             found += [partial(self._clear_ended, place) for place in places.values()]
         return found
 
@@ -166,21 +167,20 @@ class _Writer(Vectors):
         self.function, self.b, self.pointers = outside
         (self.steps, self.batch, self.row0, self.valid, self.t, self.parity, self.lengths, self.buffers) = given
 
-    def _pointer(self, kind: str, index: Any) -> Any:
+    def _pointer(self, buffer: Buffer) -> Any:
         """The address of a buffer, read once in each function."""
-        key = (kind, index)
-        if key not in self.pointers:
-            at = self._int(self.table.index(key))
+        if buffer not in self.pointers:
+            at = self._int(self.table.index(buffer))
             with self.b.goto_entry_block():
                 address = self.b.gep(self.buffers, [at], source_etype=ir.PointerType())
-                self.pointers[key] = self.b.load(address, typ=ir.PointerType())
-        return self.pointers[key]
+                self.pointers[buffer] = self.b.load(address, typ=ir.PointerType())
+        return self.pointers[buffer]
 
     # ---- nothing is read before it was written
 
     def _writes(self, place: Place, width: int) -> None:
-        key = (place.kind, place.index)
-        self.being_written[key] = self.being_written.get(key, 0) | _bits(place.start, width)
+        bits = self.being_written.get(place.buffer, 0)
+        self.being_written[place.buffer] = bits | _bits(place.start, width)
 
     def _pass(self, run: Callable[[Any], None], what: Any) -> None:
         run(what)
@@ -190,7 +190,7 @@ class _Writer(Vectors):
 
     def _reads(self, v: Value, place: Place) -> None:
         """A pass goes row by row, so of what it writes itself it must read nothing back."""
-        if _bits(place.start, v.width) & ~self.written.get((place.kind, place.index), 0):
+        if _bits(place.start, v.width) & ~self.written.get(place.buffer, 0):
             raise Unsound(f"a kernel would read {v.op} of {v.width} features before it is written.")
 
     def _team(self) -> None:
@@ -227,27 +227,28 @@ class _Writer(Vectors):
     # ---- carried rows
 
     def _start_carries(self) -> None:
-        """The rows carried into the first step: those of the buffer `initial`, which then receives the last ones."""
-        for k, width in enumerate(self.source.carries):
-            with self._rows() as r, self._features(width) as (j, mask):
-                from_ = self._gep(self._pointer("initial", k), self._add(self._mul(self._row(r), width), j))
+        """The rows carried into the first step: those of the buffers, which then receive the last ones."""
+        for k, v in self.plan.carried:
+            with self._rows() as r, self._features(v.width) as (j, mask):
+                at = self._add(self._mul(self._row(r), v.width), j)
+                from_ = self._gep(self._pointer(Buffer(Role.CARRY, k)), at)
                 to = self._scratch(r, self._int(self.carry_at[k]), j)
                 self._save(self._load(from_, mask), to, None)
 
     def _finish_carries(self) -> None:
         at_end = self.b.and_(self.steps, self._int(1))
-        for k, width in enumerate(self.source.carries):
-            with self._rows() as r, self._features(width) as (j, mask):
-                offset = self._add(self._int(self.carry_at[k]), self._mul(at_end, self._padded(width)))
+        for k, v in self.plan.carried:
+            with self._rows() as r, self._features(v.width) as (j, mask):
+                offset = self._add(self._int(self.carry_at[k]), self._mul(at_end, self._padded(v.width)))
                 value = self._load(self._scratch(r, offset, j), None)
-                to = self._gep(self._pointer("initial", k), self._add(self._mul(self._row(r), width), j))
-                self._save(value, to, mask)
+                at = self._add(self._mul(self._row(r), v.width), j)
+                self._save(value, self._gep(self._pointer(Buffer(Role.CARRY, k)), at), mask)
 
     def _clear_ended(self, place: Place) -> None:
         """After a sequence's end nothing counts: what was stored for it at this step becomes zero."""
-        whole = Place(place.kind, place.index, place.width)
+        whole = Place(place.buffer, place.width)
         with self._rows() as r, self.b.if_then(self.b.not_(self._alive(r))), self._features(place.width) as (j, mask):
-            self._save(self._splat(0.0), self._at(whole, r, j), mask if place.kind == "sequence" else None)
+            self._save(self._splat(0.0), self._at(whole, r, j), mask if place.buffer.role is Role.OUT else None)
 
     # ---- products and reductions
 
@@ -259,7 +260,7 @@ class _Writer(Vectors):
         chains = 1 if tile * vectors >= 8 else 2  # independent sums, so that additions need not wait for each other
         chains = 4 if tile * vectors <= 2 else chains
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
-        matrix = self._pointer("matrix", v.index)
+        matrix = self._pointer(Buffer(Role.MATRIX, *v.index))
         width = vectors * self.lanes
         # A matrix somewhat larger than the first-level cache would be fetched anew at every step. Read back to front
         # at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
@@ -287,7 +288,7 @@ class _Writer(Vectors):
                         self._save(value, self._at(home, self._int(r), j), masks[i])
 
         self._writes(home, v.width)
-        padded = home.kind != "sequence"
+        padded = home.buffer.role is not Role.OUT
         full = blocks if padded and blocks * width == self._padded(v.width) else v.width // width
         if full > 1:
             with self._range(self._int(0), self._int(full), 1) as index:
@@ -308,12 +309,11 @@ class _Writer(Vectors):
     def _multiply_add(
         self, sums: list[list[Any]], rows: list[Any], base: Any, k: Any, width: int, vectors: int
     ) -> None:
-        fma = self._intrinsic("llvm.fma", 3)
         line = [self._load(self._gep(base, self._add(self._mul(k, width), self._int(i * self.lanes))), None)
                 for i in range(vectors)]  # fmt: skip
         for r, row in enumerate(rows):
             number = self._splat(self.b.load(self._gep(row, k), typ=self.number))
-            sums[r] = [self.b.call(fma, [number, line[i], sums[r][i]]) for i in range(vectors)]
+            sums[r] = [self._call("fma", number, line[i], sums[r][i]) for i in range(vectors)]
 
     def _mask(self, count: int, padded: bool) -> Any:
         """Which lanes of a vector are there: None for all, False for none."""
@@ -323,8 +323,7 @@ class _Writer(Vectors):
 
     def _reduction(self, v: Value) -> None:
         b, a = self.b, v.args[0]
-        start = {"sum": 0.0, "amax": -math.inf, "amin": math.inf}[v.op]
-        join = {"sum": lambda p, q: b.fadd(p, q), "amax": self._maximum, "amin": self._minimum}[v.op]
+        start, join = START[v.op], partial(LLVM[v.op], self)
         with self._rows() as r:
             row = self._row_pointer(a, r)
             full, rest = divmod(a.width, self.lanes)
@@ -339,15 +338,9 @@ class _Writer(Vectors):
             numbers = [b.extract_element(total, ir.Constant(self.i32, i)) for i in range(self.lanes)]
             while len(numbers) > 1:  # pairwise, as a sum should be
                 half = len(numbers) // 2
-                numbers = [self._join_numbers(v.op, numbers[i], numbers[i + half]) for i in range(half)]
+                numbers = [join(numbers[i], numbers[i + half]) for i in range(half)]
             b.store(numbers[0], self._at(self.plan.home(v), r, self._int(0)))
         self._writes(self.plan.home(v), 1)
-
-    def _join_numbers(self, op: str, p: Any, q: Any) -> Any:
-        if op == "sum":
-            return self.b.fadd(p, q)
-        name = "llvm.maximum" if op == "amax" else "llvm.minimum"
-        return self.b.call(self._declare(f"{name}.{self._suffix(False)}", self.number, 2), [p, q])
 
     # ---- pointwise operations
 
@@ -358,22 +351,22 @@ class _Writer(Vectors):
                 made: dict[Value, Any] = {}
                 for v, place in self.plan.stores.get(group, ()):
                     value = self._value(v, group, r, j, mask, made)
-                    masked = mask if place.kind == "sequence" or group[2] < place.width else None
+                    masked = mask if place.buffer.role is Role.OUT or group[2] < place.width else None
                     self._save(value, self._at(place, r, j), masked)
                     self._writes(place, v.width)
                 for v, k in self.plan.adds.get(group, ()):
                     value = self._value(v, group, r, j, mask, made)
                     value = self.b.select(counts, value, self._splat(0.0))
-                    at = self._gep(self._pointer("sum", k), j)
+                    at = self._gep(self._pointer(Buffer(Role.SUM, k)), j)
                     self._save(self.b.fadd(self._load(at, mask), value), at, mask)
 
     def _value(self, v: Value, group: tuple[int, int, int], r: Any, j: Any, mask: Any, made: dict[Value, Any]) -> Any:
         """`v` at row r, features j and on: from a register, from memory, or computed."""
         if v not in made:
-            ours = v.is_bool or self.plan._group(v) == group
+            ours = v.is_bool or self.plan.group(v) == group
             if v.op == "number":
                 made[v] = self._splat(v.index)
-            elif v.op in POINTWISE and v not in self.source.given and ours:
+            elif v.is_pointwise and v not in self.plan.given and ours:
                 args = [self._value(a, group, r, j, mask, made) for a in v.args]
                 made[v] = self._operation(v, args)
             elif v.width == 1:
@@ -384,9 +377,9 @@ class _Writer(Vectors):
 
     def _is_outside(self, v: Value) -> bool:
         """Whether reading past the end of a row may leave the memory that is ours (or the row)."""
-        if v in self.source.given or v.op in LEAVES or v.op == "slice":
+        if self.plan.is_there(v) or v.op == "slice":
             return v.op != "carry"
-        return self.plan.places[v].kind == "sequence"
+        return self.plan.places[v].buffer.role is Role.OUT
 
     # ---- rows and addresses
 
@@ -413,12 +406,12 @@ class _Writer(Vectors):
 
     def _row_pointer(self, v: Value, r: Any) -> Any:
         """The start of row r of `v` at this step, in memory."""
-        if v in self.source.given:
-            return self._at(Place("sequence", self.source.given[v], v.width), r, self._int(0))
+        if v in self.plan.given:
+            return self._at(Place(self.plan.given[v], v.width), r, self._int(0))
         if v.op == "slice":
             return self._gep(self._row_pointer(v.args[0], r), self._int(v.index))
         if v.op == "constant":
-            return self._pointer("constant", v.index)
+            return self._pointer(Buffer(Role.CONSTANT, v.index))
         if v.op == "carry":
             offset = self._add(self._int(self.carry_at[v.index]), self._mul(self.parity, self._padded(v.width)))
             return self._scratch(r, offset, self._int(0))
@@ -427,27 +420,29 @@ class _Writer(Vectors):
             before = self._mul(b.add(self._mul(b.sub(self.t, self._int(1)), self.batch), row), v.width)
             first = self._mul(row, v.width)
             at_start = b.icmp_signed("==", self.t, self._int(0))
-            base = b.select(at_start, self._pointer("start", v.index), self._pointer("states", v.index))
+            start, states = (self._pointer(Buffer(role, v.index)) for role in (Role.START, Role.STATES))
+            base = b.select(at_start, start, states)
             return self._gep(base, b.select(at_start, first, before))
         if v.op in ("input", "incoming"):
             at = self._mul(self._add(self._mul(self.t, self.batch), self._row(r)), v.width)
-            return self._gep(self._pointer(v.op, v.index), at)
+            return self._gep(self._pointer(Buffer(Role[v.op.upper()], v.index)), at)
         self._reads(v, self.plan.places[v])
         return self._at(self.plan.places[v], r, self._int(0))
 
     def _at(self, place: Place, r: Any, j: Any) -> Any:
         j = self._add(self._int(place.start), j)
-        if place.kind == "scratch":
-            return self._scratch(r, self._int(place.index), j)
-        if place.kind == "carry":
+        role, index = place.buffer.role, place.buffer.index
+        if role is Role.SCRATCH:
+            return self._scratch(r, self._int(index), j)
+        if role is Role.CARRY:
             other = self.b.sub(self._int(1), self.parity)
-            offset = self._add(self._int(self.carry_at[place.index]), self._mul(other, self._padded(place.width)))
+            offset = self._add(self._int(self.carry_at[index]), self._mul(other, self._padded(place.width)))
             return self._scratch(r, offset, j)
         at = self._mul(self._add(self._mul(self.t, self.batch), self._row(r)), place.width)
-        return self._gep(self._pointer("sequence", place.index), self._add(at, j))
+        return self._gep(self._pointer(place.buffer), self._add(at, j))
 
     def _scratch(self, r: Any, offset: Any, j: Any) -> Any:
-        return self._gep(self._pointer("scratch", 0), self._add(self._add(self._mul(r, self.row_size), offset), j))
+        return self._gep(self._pointer(SCRATCH), self._add(self._add(self._mul(r, self.row_size), offset), j))
 
     @contextmanager
     def _rows(self) -> Iterator[Any]:

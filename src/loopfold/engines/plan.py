@@ -7,29 +7,17 @@ pointwise operations, one pass over the features for each width.
 from dataclasses import dataclass, field
 from typing import Any
 
-from loopfold.stepgraph.loop import LEAVES, POINTWISE, REDUCTIONS, Value, ordered
+from loopfold.engines.writing import Buffer, Role, Source
+from loopfold.stepgraph.loop import Value, ordered
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where rows of a value lie: a sequence, a buffer of the tile, or a buffer that the next step reads."""
+    """Where a row is kept: a buffer of rows `width` wide, from feature `start` on."""
 
-    kind: str  # "sequence" | "scratch" | "carry"
-    index: int  # which sequence or carry; for scratch the offset of the buffer
+    buffer: Buffer
     width: int
-    start: int = 0  # a part of the row: where it starts
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """What a kernel computes: its roots, and where they go."""
-
-    roots: tuple[tuple[Value, Place], ...]
-    sums: tuple[Value, ...]  # values of which only the sum over steps and sequences is wanted, one accumulator each
-    given: dict[Value, int]  # values that come as sequences: the index of the sequence
-    carries: tuple[int, ...]  # the widths of the rows carried from step to step
-    backwards: bool
-    masked: bool
+    start: int = 0
 
 
 @dataclass(eq=False)
@@ -38,6 +26,8 @@ class Plan:
 
     source: Source
     lanes: int
+    roots: list[tuple[Value, Place]] = field(default_factory=list)  # what is wanted, and where it goes
+    given: dict[Value, Buffer] = field(default_factory=dict)
     places: dict[Value, Place] = field(default_factory=dict)
     stores: dict[tuple[int, int, int], list[tuple[Value, Place]]] = field(default_factory=dict)
     adds: dict[tuple[int, int, int], list[tuple[Value, int]]] = field(default_factory=dict)
@@ -47,18 +37,21 @@ class Plan:
 
     def __post_init__(self) -> None:
         source = self.source
-        order = ordered([*[v for v, _ in source.roots], *source.sums], stop=source.given)
+        self.given = {v: Buffer(Role.GIVEN, i) for i, v in reversed(list(enumerate(source.given)))}
+        self.roots = [(v, Place(Buffer(Role.OUT, i), v.width)) for i, v in enumerate(source.out)]
+        self.roots += [(v, Place(Buffer(Role.CARRY, i), v.width)) for i, v in self.carried]
+        order = self.order()
         for v in order:
             self._stages[v] = self._stage(v)
-        for v, place in source.roots:
-            if v not in self.places and v.op not in LEAVES and v not in source.given:
+        for v, place in self.roots:
+            if v not in self.places and not self.is_there(v):
                 self.places[v] = place  # rows that are kept anyway need no second home
-        for v, place in source.roots:
+        for v, place in self.roots:
             self._store(v, place)
         for k, v in enumerate(source.sums):
-            self.adds.setdefault(self._group(v), []).append((v, k))
+            self.adds.setdefault(self.group(v), []).append((v, k))
         for v in order:
-            if (v.op == "matmul" or v.op in REDUCTIONS) and v not in source.given:
+            if v.reads_whole_rows and v not in self.given:
                 self.home(v)
                 self.products.setdefault(self._stages[v], []).append(v)
                 self._at_hand(v.args[0])
@@ -72,6 +65,19 @@ class Plan:
             if not todo:
                 break
 
+    @property
+    def carried(self) -> list[tuple[int, Value]]:
+        """The rows that the next step reads from a buffer of their own; states it finds among what was stored."""
+        return [(before.index, after) for before, after in self.source.moves if before.op == "carry"]
+
+    def order(self) -> list[Value]:
+        """All values of the step, arguments first."""
+        return ordered([*[v for v, _ in self.roots], *self.source.sums], stop=self.given)
+
+    def is_there(self, v: Value) -> bool:
+        """Whether a value is in memory before the step begins."""
+        return v.is_leaf or v in self.given
+
     def _values_in(self, group: tuple[int, int, int]) -> list[Value]:
         return [v for v, _ in (*self.stores.get(group, ()), *self.adds.get(group, ()))]
 
@@ -79,9 +85,9 @@ class Plan:
 
     def _stage(self, v: Value) -> int:
         """The stage in which a value is computed; products and reductions come first in their stage."""
-        if v.op in LEAVES or v in self.source.given:
+        if self.is_there(v):
             return 0
-        if v.op == "matmul" or v.op in REDUCTIONS:
+        if v.reads_whole_rows:
             return self._in_memory(v.args[0])
         if v.op == "slice":
             return self._stages[v.args[0]] if v.args[0].op != "cat" else self._in_memory(v.args[0])
@@ -91,13 +97,13 @@ class Plan:
 
     def _in_memory(self, v: Value) -> int:
         """The first stage that can read whole rows of `v`."""
-        if v.op in LEAVES or v in self.source.given:
+        if self.is_there(v):
             return 0
         if v.op == "slice":
             return self._in_memory(v.args[0])
         return self._stages[v] if v.op == "cat" else self._stages[v] + 1
 
-    def _group(self, v: Value) -> tuple[int, int, int]:
+    def group(self, v: Value) -> tuple[int, int, int]:
         """(stage, 0 for numbers and 1 for rows, width): numbers come first, since rows read them."""
         stage = self._stages[v]
         return stage, int(v.width > 1), v.width
@@ -108,33 +114,33 @@ class Plan:
         """Where rows of `v` are kept within a step."""
         if v not in self.places:
             padded = -(-v.width // self.lanes) * self.lanes
-            self.places[v] = Place("scratch", self.scratch, v.width)
+            self.places[v] = Place(Buffer(Role.SCRATCH, self.scratch), v.width)
             self.scratch += padded
-            if v.op not in REDUCTIONS and v.op != "matmul":
+            if not v.reads_whole_rows:
                 self._store(v, self.places[v])
         return self.places[v]
 
     def _store(self, v: Value, place: Place) -> None:
-        if v.op == "cat" and v not in self.source.given:
+        if v.op == "cat" and v not in self.given:
             start = place.start
             for part in v.args:
-                self._store(part, Place(place.kind, place.index, place.width, start))
+                self._store(part, Place(place.buffer, place.width, start))
                 start += part.width
-        elif not (v.op in ("matmul", *REDUCTIONS) and self.places.get(v) is place):
-            self.stores.setdefault(self._group(v), []).append((v, place))
+        elif not (v.reads_whole_rows and self.places.get(v) is place):
+            self.stores.setdefault(self.group(v), []).append((v, place))
 
     def _at_hand(self, v: Value) -> None:
         """Make sure that rows of `v` can be read from memory."""
-        if v.op == "slice" and v not in self.source.given:
+        if v.op == "slice" and v not in self.given:
             self._at_hand(v.args[0])
-        elif v.op not in LEAVES and v not in self.source.given:
+        elif not self.is_there(v):
             self.home(v)
 
     def _reads(self, v: Value, group: tuple[int, int, int]) -> None:
         """Give a home to everything that `group` needs for `v` and does not compute itself."""
-        if v.op in LEAVES or v in self.source.given:
+        if self.is_there(v):
             return
-        if v.op in POINTWISE and (v.is_bool or self._group(v) == group):
+        if v.is_pointwise and (v.is_bool or self.group(v) == group):
             for a in v.args:
                 self._reads(a, group)
         else:

@@ -7,22 +7,24 @@ they are at later calls, nothing is compiled again.
 
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from loopfold.engines.base import Recurrence
+from loopfold.engines.base import EngineWarning, Recurrence
 from loopfold.engines.selfcheck import Watch
-from loopfold.states import State, leaves
+from loopfold.states import State, leaves, name_of
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
-from loopfold.stepgraph.graph import Refusal, StepGraph, with_numbers
+from loopfold.stepgraph.graph import Refusal, StepGraph, Unsound, with_numbers
 from loopfold.stepgraph.hoist import Loop, hoist
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.trace import retrace, trace
+from loopfold.stepgraph.verify import verify, verify_reverse
 from loopfold.surroundings import fingerprint, only_numbers_differ
 
 
@@ -42,20 +44,19 @@ class Program:
     @cached_property
     def inputs_read(self) -> list[int]:
         """The inputs that the reverse step reads again; the others need not be kept."""
-        reverse = self._reverse((True,) * len(self.loop.emitted))
+        reverse = self.reverse((True,) * len(self.loop.emitted))
         order = ordered(reverse.roots(), stop=(*self.loop.emitted, *self.kept))
         return sorted({v.index for v in order if v.op == "input"})
 
-    def reverse(self, incoming: Sequence[Tensor | None]) -> Reverse:
-        """The reverse step for gradients that come to those emitted values where `incoming` is not None."""
-        return self._reverse(tuple(g is not None for g in incoming))
-
-    def _reverse(self, arrives: tuple[bool, ...]) -> Reverse:
+    def reverse(self, arrives: tuple[bool, ...]) -> Reverse:
+        """The reverse step, where `arrives[k]` says whether a gradient comes to emitted value k."""
         key = ("reverse", arrives)
         if key not in self.made:
             with alone():
                 if key not in self.made:
-                    self.made[key] = differentiate(self.loop, arrives)
+                    reverse = differentiate(self.loop, arrives)
+                    verify_reverse(self.loop, reverse, arrives, self.kept)
+                    self.made[key] = reverse
         return self.made[key]
 
 
@@ -151,6 +152,13 @@ def _find(recurrence: Recurrence) -> Found | str:
     except Refusal as reason:
         found = str(reason)  # as words, since an exception would keep alive all that it has seen
         shelf.refusals[key[0]] = shelf.refusals.get(key[0], 0) + 1
+    except Unsound as fault:
+        found = f"its program is wrong: {fault}"
+        warnings.warn(
+            f"{name_of(f)} is not compiled, since {found} This is a fault in Loopfold; the values are right.",
+            EngineWarning,
+            stacklevel=2,
+        )
     if len(shelf.found) == MOST_KEYS:
         del shelf.found[next(iter(shelf.found))]
     shelf.found[key] = found
@@ -203,5 +211,6 @@ def _generalised(programs: list[Program], graph: StepGraph) -> Iterator[Found]:
 
 def _compile(graph: StepGraph) -> Program:
     program = Program(graph, hoist(graph), {})
+    verify(program.loop)
     _ = program.inputs_read  # derives the reverse step and what it needs
     return program

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopfold.engines.base import Recurrence, Unsound
+from loopfold.engines.base import Recurrence
 from loopfold.engines.sequential import Sequential, where_alive
 from loopfold.states import State, leaves, rebuild
+from loopfold.stepgraph.graph import Unsound
 from loopfold.surroundings import fingerprint
 
 SHARE = 0.01  # of the time that runs take

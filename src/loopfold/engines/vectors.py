@@ -88,9 +88,6 @@ class Vectors:
             return self.module.globals[name]
         return ir.Function(self.module, ir.FunctionType(result, [result] * arity), name)
 
-    def _intrinsic(self, name: str, arity: int) -> ir.Function:
-        return self._declare(f"{name}.{self._suffix(True)}", self.vector, arity)
-
     def _masked(self, what: str) -> ir.Function:
         name = f"llvm.masked.{what}.{self._suffix(True)}.p0"
         if name in self.module.globals:
@@ -176,41 +173,7 @@ class Vectors:
     # ---- operations
 
     def _operation(self, v: Value, args: list[Any]) -> Any:
-        b = self.b
-        simple: dict[str, Callable[..., Any]] = {
-            "add": lambda p, q: b.fadd(p, q, flags=("contract",)),
-            "sub": lambda p, q: b.fsub(p, q, flags=("contract",)),
-            "mul": lambda p, q: b.fmul(p, q, flags=("contract",)),
-            "div": b.fdiv,
-            "neg": b.fneg,
-            "maximum": self._maximum,
-            "minimum": self._minimum,
-            "where": b.select,
-            "and": b.and_,
-            "or": b.or_,
-            "not": b.not_,
-            "relu": lambda p: b.select(b.fcmp_ordered("<=", p, self._splat(0.0)), self._splat(0.0), p),
-            "tanh": self._tanh,
-            "sigmoid": self._sigmoid,
-            "exp": self._exp,
-            "reciprocal": lambda p: b.fdiv(self._splat(1.0), p),
-            "sqrt": lambda p: b.call(self._intrinsic("llvm.sqrt", 1), [p]),
-            "rsqrt": lambda p: b.fdiv(self._splat(1.0), b.call(self._intrinsic("llvm.sqrt", 1), [p])),
-            "abs": lambda p: b.call(self._intrinsic("llvm.fabs", 1), [p]),
-            "sign": self._sign,
-            "expand": lambda p: p,
-            "detach": lambda p: p,
-        }
-        if v.op in simple:
-            return simple[v.op](*args)
-        comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
-        if v.op in comparisons:
-            return b.fcmp_ordered(comparisons[v.op], *args)
-        if v.op == "ne":
-            return b.fcmp_unordered("!=", *args)
-        if v.op == "pow":
-            return self._each_lane("pow", args[0], v.index)
-        return self._each_lane(v.op, args[0])  # log, log1p, expm1, sin, cos, erf: the C library's, lane by lane
+        return LLVM[v.op](self, *args) if v.index is None else LLVM[v.op](self, *args, v.index)
 
     def _each_lane(self, name: str, p: Any, *numbers: float) -> Any:
         symbol = name + ("f" if self.single else "")
@@ -222,11 +185,11 @@ class Vectors:
             out = self.b.insert_element(out, self.b.call(function, args), lane)
         return out
 
-    def _maximum(self, p: Any, q: Any) -> Any:
-        return self.b.call(self._intrinsic("llvm.maximum", 2), [p, q])
-
-    def _minimum(self, p: Any, q: Any) -> Any:
-        return self.b.call(self._intrinsic("llvm.minimum", 2), [p, q])
+    def _call(self, name: str, *args: Any) -> Any:
+        """An intrinsic function of LLVM, on vectors or on single numbers."""
+        vector = isinstance(args[0].type, ir.VectorType)
+        kind = self.vector if vector else self.number
+        return self.b.call(self._declare(f"llvm.{name}.{self._suffix(vector)}", kind, len(args)), args)
 
     def _sign(self, p: Any) -> Any:
         b, zero = self.b, self._splat(0.0)
@@ -235,27 +198,26 @@ class Vectors:
 
     def _polynomial(self, x: Any, coefficients: tuple[float, ...]) -> Any:
         """Horner's scheme, the highest power first."""
-        fma = self._intrinsic("llvm.fma", 3)
         value = self._splat(coefficients[0])
         for c in coefficients[1:]:
-            value = self.b.call(fma, [value, x, self._splat(c)])
+            value = self._call("fma", value, x, self._splat(c))
         return value
 
     def _exp(self, x: Any) -> Any:
         """2ⁿ eʳ with n = round(x / ln 2) and |r| ≤ ln 2 / 2; eʳ by its series, to half a unit in the last place."""
-        b, fma = self.b, self._intrinsic("llvm.fma", 3)
+        b = self.b
         bits, mantissa, bias = (32, 23, 127) if self.single else (64, 52, 1023)
         low, high = (-104.0, 89.0) if self.single else (-746.0, 710.0)
         x = b.select(b.fcmp_ordered("<", x, self._splat(low)), self._splat(low), x)
         x = b.select(b.fcmp_ordered(">", x, self._splat(high)), self._splat(high), x)
         # adding 1.5 · 2^mantissa rounds to a whole number and leaves it in the lowest bits
         magic = 1.5 * 2.0**mantissa
-        shifted = b.call(fma, [x, self._splat(1 / math.log(2)), self._splat(magic)])
+        shifted = self._call("fma", x, self._splat(1 / math.log(2)), self._splat(magic))
         n = b.fsub(shifted, self._splat(magic))
         ln2_high = 0.693359375 if self.single else 6.93145751953125e-1  # few bits, so that n · ln2_high is exact
         ln2_low = -2.12194440054690583e-4 if self.single else 1.42860682030941723212e-6
-        r = b.call(fma, [n, self._splat(-ln2_high), x])
-        r = b.call(fma, [n, self._splat(-ln2_low), r])
+        r = self._call("fma", n, self._splat(-ln2_high), x)
+        r = self._call("fma", n, self._splat(-ln2_low), r)
         terms = 7 if self.single else 13
         p = self._polynomial(r, tuple(1 / math.factorial(k) for k in range(terms, -1, -1)))
         whole = ir.VectorType(ir.IntType(bits), self.lanes)
@@ -278,15 +240,62 @@ class Vectors:
     def _tanh(self, x: Any) -> Any:
         """1 - 2 / (e^{2|x|} + 1) with the sign of x; near zero, where that cancels, x + x³ P(x²)."""
         b, one = self.b, self._splat(1.0)
-        size = b.call(self._intrinsic("llvm.fabs", 1), [x])
+        size = self._call("fabs", x)
         bound = b.select(b.fcmp_ordered(">", size, self._splat(20.0)), self._splat(20.0), size)
         e = self._exp(b.fadd(bound, bound))
         large = b.fsub(one, b.fdiv(self._splat(2.0), b.fadd(e, one)))
-        large = b.call(self._intrinsic("llvm.copysign", 2), [large, x])
+        large = self._call("copysign", large, x)
         z = b.fmul(x, x)
         if self.single:
             p = self._polynomial(z, TANH_NEAR_ZERO_SINGLE)
         else:
             p = b.fdiv(self._polynomial(z, TANH_NEAR_ZERO_DOUBLE[0]), self._polynomial(z, TANH_NEAR_ZERO_DOUBLE[1]))
-        small = b.call(self._intrinsic("llvm.fma", 3), [b.fmul(x, z), p, x])
+        small = self._call("fma", b.fmul(x, z), p, x)
         return b.select(b.fcmp_ordered(">=", size, self._splat(0.625)), large, small)
+
+
+# ------------------------------------------------------------------ the operations of the loop language
+
+
+LLVM: dict[str, Callable[..., Any]] = {
+    "add": lambda w, p, q: w.b.fadd(p, q, flags=("contract",)),
+    "sub": lambda w, p, q: w.b.fsub(p, q, flags=("contract",)),
+    "mul": lambda w, p, q: w.b.fmul(p, q, flags=("contract",)),
+    "div": lambda w, p, q: w.b.fdiv(p, q),
+    "maximum": lambda w, p, q: w._call("maximum", p, q),
+    "minimum": lambda w, p, q: w._call("minimum", p, q),
+    "lt": lambda w, p, q: w.b.fcmp_ordered("<", p, q),
+    "le": lambda w, p, q: w.b.fcmp_ordered("<=", p, q),
+    "gt": lambda w, p, q: w.b.fcmp_ordered(">", p, q),
+    "ge": lambda w, p, q: w.b.fcmp_ordered(">=", p, q),
+    "eq": lambda w, p, q: w.b.fcmp_ordered("==", p, q),
+    "ne": lambda w, p, q: w.b.fcmp_unordered("!=", p, q),
+    "and": lambda w, p, q: w.b.and_(p, q),
+    "or": lambda w, p, q: w.b.or_(p, q),
+    "not": lambda w, p: w.b.not_(p),
+    "where": lambda w, c, p, q: w.b.select(c, p, q),
+    "neg": lambda w, p: w.b.fneg(p),
+    "abs": lambda w, p: w._call("fabs", p),
+    "sign": Vectors._sign,
+    "relu": lambda w, p: w.b.select(w.b.fcmp_ordered("<=", p, w._splat(0.0)), w._splat(0.0), p),
+    "tanh": Vectors._tanh,
+    "sigmoid": Vectors._sigmoid,
+    "exp": Vectors._exp,
+    "expm1": lambda w, p: w._each_lane("expm1", p),
+    "log": lambda w, p: w._each_lane("log", p),
+    "log1p": lambda w, p: w._each_lane("log1p", p),
+    "sqrt": lambda w, p: w._call("sqrt", p),
+    "rsqrt": lambda w, p: w.b.fdiv(w._splat(1.0), w._call("sqrt", p)),
+    "reciprocal": lambda w, p: w.b.fdiv(w._splat(1.0), p),
+    "pow": lambda w, p, exponent: w._each_lane("pow", p, exponent),
+    "sin": lambda w, p: w._each_lane("sin", p),
+    "cos": lambda w, p: w._each_lane("cos", p),
+    "erf": lambda w, p: w._each_lane("erf", p),
+    "expand": lambda w, p: p,
+    "detach": lambda w, p: p,
+    # reductions join two numbers, or two vectors of them, into one
+    "sum": lambda w, p, q: w.b.fadd(p, q),
+    "amax": lambda w, p, q: w._call("maximum", p, q),
+    "amin": lambda w, p, q: w._call("minimum", p, q),
+}
+START = {"sum": 0.0, "amax": -math.inf, "amin": math.inf}  # what joined with any number gives that number

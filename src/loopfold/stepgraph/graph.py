@@ -14,6 +14,10 @@ class Refusal(Exception):
     """Why a step cannot be compiled, in words. The engines pass it on; it never means a wrong result."""
 
 
+class Unsound(Exception):
+    """A program or a kernel that cannot be right: a fault of ours, found before any of its code runs."""
+
+
 class _Batch:
     def __repr__(self) -> str:
         return "batch"

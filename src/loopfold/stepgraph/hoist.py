@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.stepgraph.aten import Truth, aten
 from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, nodes_in
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.rules import BY_NUMBERS, NUMBERS_AT, OF_TRUTH, RULES
+from loopfold.stepgraph.rules import RULES
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,12 +227,13 @@ class _Hoist:
         rule = RULES.get(node.op)
         if rule is None:
             raise Refusal(f"aten.{node.op} has no kernel.")
-        places = [a for i, a in enumerate(node.args) if i not in NUMBERS_AT.get(node.op, ())]
+        known = aten(node.op)
+        places = [a for i, a in enumerate(node.args) if i not in known.numbers]
         if any(n in self.graph.numbers for n in nodes_in((*places, *node.kwargs.values()))):
             raise Refusal(f"aten.{node.op} has a kernel for fixed numbers only.")
         arguments = [self._argument(a) for a in node.args]
-        if node.dtype == torch.bool and node.op not in OF_TRUTH:
-            if node.op not in BY_NUMBERS:
+        if node.dtype == torch.bool and known.truth is not Truth.DIRECT:
+            if known.truth is Truth.UNKNOWN:
                 raise Refusal(f"aten.{node.op} of truth values has no kernel.")
             arguments = [self._numbers(a) for a in arguments]
             return self.condition(rule(self, node, *arguments, **dict(node.kwargs)))
@@ -395,24 +397,14 @@ def _wrap(start: int, size: int) -> int:
 # ------------------------------------------------------------------ does every row stand for itself?
 
 
-_ALONG_A_DIMENSION = {  # operation: where its dimension stands among the arguments
-    **{"split": 2, "split_with_sizes": 2, "slice": 1, "cat": 1, "stack": 1, "select": 1, "unsqueeze": 1},
-    **{"_softmax": 1, "_log_softmax": 1, "cumsum": 1, "sum": 1, "mean": 1, "amax": 1, "amin": 1, "unbind": 1},
-    **{"linalg_vector_norm": 2, "squeeze": 1, "argmax": 1},
-}
-_UNTAGGED = {"leaky_relu", "rsub"}  # pointwise too, though not every version of torch says so
-_SAME_FIRST = {"view", "_unsafe_view", "reshape", "expand", "clone", "alias", "detach", "zeros_like", "ones_like"}
-_SAME_FIRST |= {"full_like", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "_to_copy"}
-
-
 def check_rowwise(node: Node) -> None:
     """Refuse an operation that may mix the sequences of a batch, or that is not known to keep them apart."""
     reads = [n for n in node.inputs() if BATCH in n.shape]
-    rank = len(node.shape)
+    rank, known = len(node.shape), aten(node.op)
     fine = False
     if node.op == "getitem":
         fine = True
-    elif node.target is not None and (torch.Tag.pointwise in node.target.tags or node.op in _UNTAGGED):
+    elif node.target is not None and (torch.Tag.pointwise in node.target.tags or known.pointwise):
         fine = all(len(n.shape) == rank and n.shape[0] is BATCH for n in reads) and not any(
             n not in reads and len(n.shape) == rank and n.shape[0] != 1 for n in node.inputs()
         )
@@ -424,13 +416,13 @@ def check_rowwise(node: Node) -> None:
         fine = BATCH not in node.args[1]
     elif node.op == "embedding":
         fine = node.args[0] not in reads and not any(node.args[3:4])  # scaling by frequency counts across rows
-    elif node.op in _ALONG_A_DIMENSION:
+    elif known.dimension is not None:
         first = reads[0] if reads else node
         size = len(first.shape) + (node.op in ("unsqueeze", "stack"))
-        dims = node.args[_ALONG_A_DIMENSION[node.op] :][:1] or (0,)
+        dims = node.args[known.dimension :][:1] or (0,)
         dims = dims[0] if isinstance(dims[0], tuple) else dims
         fine = bool(dims) and all(d is not None and d % size != 0 for d in dims)
-    elif node.op in _SAME_FIRST:
+    elif known.same_rows:
         fine = all(n.shape and n.shape[0] is BATCH for n in (*reads, node))
     else:
         raise Refusal(f"aten.{node.op} has no rule.")

@@ -1,4 +1,4 @@
-"""The loop's own small language: rows of features, and some forty operations on them.
+"""The loop's own small language: rows of features, and the operations of `ops` on them.
 
 What is left inside the loop after hoisting is written in it, and so is the reverse step. A value is one row per
 sequence, `width` features long; a width of 1 broadcasts. Engines need to know these operations and no others.
@@ -9,21 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopfold.stepgraph.graph import Refusal
-
-UNARY = {
-    *("neg", "tanh", "sigmoid", "relu", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal"),
-    *("abs", "sign", "sin", "cos", "erf", "pow", "expand", "not", "detach"),
-}  # pow has its exponent as index; expand repeats a width of 1
-COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-BINARY = {"add", "sub", "mul", "div", "maximum", "minimum", "and", "or", *COMPARISONS}
-POINTWISE = UNARY | BINARY | {"where"}
-REDUCTIONS = {"sum", "amax", "amin"}
-LEAVES = {"number", "constant", "input", "state", "carry", "incoming"}
-# number     the index itself                      state      leaf i of the state before this step
-# constant   row i of what is computed once        carry      ∇state(t), leaf i, from the steps after t
-# input      sequence i, computed before the loop  incoming   ∇ of emitted value i at this step, from outside the loop
-# matmul     index (i, transposed): a product with matrix i of what is computed once
-# slice      index is where it starts              cat        its arguments side by side
+from loopfold.stepgraph.ops import OPS, Kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +22,25 @@ class Value:
     index: Any = None
 
     @property
+    def kind(self) -> Kind:
+        return OPS[self.op].kind
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind is Kind.LEAF
+
+    @property
+    def is_pointwise(self) -> bool:
+        return self.kind is Kind.POINTWISE
+
+    @property
     def is_bool(self) -> bool:
-        return self.op in COMPARISONS or self.op in ("and", "or", "not")
+        return OPS[self.op].truth
+
+    @property
+    def reads_whole_rows(self) -> bool:
+        """Products and reductions, which need every feature of a row before they give one."""
+        return self.kind in (Kind.PRODUCT, Kind.REDUCTION)
 
 
 class Builder:
@@ -51,7 +54,7 @@ class Builder:
             width = max(a.width for a in args)
         if width < 1 and op != "slice":
             raise Refusal(f"aten.{op} of rows without features.")
-        if op in POINTWISE and any(a.width not in (1, width) for a in args):
+        if OPS[op].kind is Kind.POINTWISE and any(a.width not in (1, width) for a in args):
             raise Refusal(f"{op} of rows of {', '.join(str(a.width) for a in args)} features.")
         key = (op, tuple(map(id, args)), width, index)
         if key not in self._made:
@@ -102,7 +105,7 @@ class Builder:
             return v
         if v.op == "slice":
             return self.slice(v.args[0], v.index + start, width)
-        if v.op in POINTWISE:
+        if v.is_pointwise:
             parts = [a if a.width == 1 else self.slice(a, start, width) for a in v.args]
             return self.make(v.op, *parts, width=width, index=v.index)
         if v.op == "cat":

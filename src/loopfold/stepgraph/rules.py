@@ -8,20 +8,10 @@ import torch
 
 from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.ops import OPS, Op
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}  # name of the operation -> rule(hoist, node, *arguments)
-# Operations that give truth values: from numbers or truth values; from truth values by way of 0 and 1 (a sum is "or").
-OF_TRUTH = {"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "bitwise_and", "logical_or", "bitwise_or"}
-OF_TRUTH |= {"logical_not", "bitwise_not", "clone", "alias", "detach", "_to_copy", "getitem"}
-BY_NUMBERS = {"add", "mul", "maximum", "minimum", "where", "cat", "slice", "unsqueeze", "squeeze", "view", "reshape"}
-BY_NUMBERS |= {"_unsafe_view", "expand"}
-# Where a number may be another at every call: operation -> places among its arguments
-NUMBERS_AT: dict[str, tuple[int, ...]] = dict.fromkeys(
-    ("add", "sub", "mul", "div", "rsub", "maximum", "minimum"), (0, 1)
-)
-NUMBERS_AT |= dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), (0, 1))
-NUMBERS_AT |= {"where": (1, 2), "lerp": (2,), "clamp": (1, 2), "clamp_min": (1,), "clamp_max": (1,)}
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -32,16 +22,18 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return enter
 
 
-for _name in ("tanh", "sigmoid", "relu", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sign"):
-    RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, hoist.row(v))
-for _name in ("sin", "cos", "erf", "neg"):
-    RULES[_name] = lambda hoist, node, v, name=_name: hoist.builder.make(name, hoist.row(v))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum"):
-    RULES[_name] = lambda hoist, node, a, b, name=_name: hoist.builder.make(name, hoist.row(a), hoist.row(b))
-for _name, _op in (("logical_and", "and"), ("bitwise_and", "and"), ("logical_or", "or"), ("bitwise_or", "or")):
-    RULES[_name] = lambda hoist, node, a, b, name=_op: hoist.builder.make(name, hoist.condition(a), hoist.condition(b))
-for _name in ("logical_not", "bitwise_not"):
-    RULES[_name] = lambda hoist, node, a: hoist.builder.make("not", hoist.condition(a))
+def _plain(op: Op) -> Rule:
+    """torch's operation is one of ours."""
+
+    def rule(hoist: Any, node: Node, *args: Any) -> Value:
+        rows = [hoist.condition(a) if i < op.conditions else hoist.row(a) for i, a in enumerate(args)]
+        return hoist.builder.make(op.name, *rows)
+
+    return rule
+
+
+for _op in OPS.values():
+    RULES.update(dict.fromkeys(_op.aten, _plain(_op)))  # those that take more than rows have rules of their own below
 
 
 @_rule("clone", "alias", "_to_copy")
@@ -102,11 +94,6 @@ def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
     if exponent in named:
         return hoist.builder.make(named[exponent], v)
     return hoist.builder.make("pow", v, index=float(exponent))
-
-
-@_rule("where")
-def _where(hoist: Any, node: Node, c: Any, a: Any, b: Any) -> Value:
-    return hoist.builder.where(hoist.condition(c), hoist.row(a), hoist.row(b))
 
 
 @_rule("lerp")

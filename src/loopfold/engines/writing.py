@@ -1,0 +1,154 @@
+"""Kernels that are written for a program: what one computes, the buffers that it is given, what it gives back.
+
+A new writer is one file: a `Writer`, whose `write` turns a `Source` into a `Written`, and an engine that takes it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopfold.engines.base import Recurrence
+from loopfold.engines.compiled import Call, Gradients, Kernel, Saved
+from loopfold.engines.programs import Program, alone, program_of
+from loopfold.states import leaves
+from loopfold.stepgraph.loop import Value
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a kernel computes, step by step.
+
+    `out`    the values wanted of every step
+    `moves`  (a row before a step, the same row after it): of the state, or of ∇state on the way back
+    `sums`   the values of which only the sum over steps and sequences is wanted
+    `given`  values that come as sequences, and are not computed
+    """
+
+    out: tuple[Value, ...]
+    moves: tuple[tuple[Value, Value], ...]
+    sums: tuple[Value, ...]
+    given: tuple[Value, ...]
+    backwards: bool
+    masked: bool  # whether sequences end at steps of their own
+
+
+class Role(Enum):
+    """What a buffer holds: the first six are given to a kernel, the others are a writer's own."""
+
+    START = "leaf i of the state before the first step: [batch, width]"
+    STATES = "leaf i of the state after each step: [τ, batch, width]"
+    INPUT = "sequence i, computed before the loop: [τ, batch, width]"
+    INCOMING = "∇ of emitted value i, from outside the loop: [τ, batch, width]"
+    GIVEN = "value i of `Source.given`: [τ, batch, width]"
+    CONSTANT = "row or matrix i of what is computed once: [width] or [k, width]"
+    OUT = "value i of `Source.out`: [τ, batch, width]"
+    CARRY = "row i of `Source.moves`, before the first step and then after the last: [batch, width]"
+    SUM = "value i of `Source.sums`: [width]"
+    MATRIX = "matrix i, or its transpose, in the order in which the kernel reads it"
+    SCRATCH = "a row of the step itself, from element i of the memory for such rows"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that a kernel reads or writes."""
+
+    role: Role
+    index: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What a kernel gives back."""
+
+    out: list[Tensor]  # [τ, batch, width] each
+    moved: list[Tensor]  # the rows of `Source.moves` after the last step; only asked for on the way back
+    sums: list[Tensor]
+
+
+class Written(ABC):
+    """A kernel that can be called."""
+
+    @abstractmethod
+    def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
+        """Run over all steps. Of `buffers`, the first is a START."""
+
+    @abstractmethod
+    def code(self, call: Call) -> str:
+        """What was generated, for people to read."""
+
+
+@dataclass(frozen=True)
+class Writer(Kernel):
+    """A kernel that is written, once for each program, way and dtype."""
+
+    @abstractmethod
+    def write(self, name: str, source: Source, dtype: torch.dtype) -> Written:
+        """The kernel that computes `source`; `name` is for messages."""
+
+    def forward(
+        self, program: Program, call: Call, constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        buffers = _common(program, constants, inputs, state)
+        ran = self._forwards(program, call, state[0].dtype).run(call, buffers)
+        emitted = len(program.loop.emitted)
+        return ran.out[:emitted], ran.out[emitted:]
+
+    def backward(self, program: Program, call: Call, saved: Saved, incoming: list[Tensor | None]) -> Gradients:
+        buffers = _common(program, saved.constants, saved.inputs, saved.state)
+        for k, i in enumerate(program.loop.carried):
+            buffers[Buffer(Role.STATES, i)] = saved.emitted[k]
+        buffers |= {Buffer(Role.INCOMING, k): g for k, g in enumerate(incoming) if g is not None}
+        buffers |= {Buffer(Role.GIVEN, k): t for k, t in enumerate((*saved.emitted, *saved.kept))}
+        arrives = tuple(g is not None for g in incoming)
+        ran = self._backwards(program, call, saved.state[0].dtype, arrives).run(call, buffers)
+        return Gradients(ran.moved, ran.out, ran.sums)
+
+    def code(self, recurrence: Recurrence) -> str:
+        """All that is generated for a run and its way back."""
+        program, state = program_of(recurrence).program, leaves(recurrence.state)[0]
+        call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
+        there = self._forwards(program, call, state.dtype)
+        back = self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))
+        return f"{there.code(call)}\n{back.code(call)}"
+
+    def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
+        def source() -> Source:
+            loop = program.loop
+            kept = program.kept if call.record else ()
+            carried = zip(loop.carried, loop.next, strict=True)
+            moves = tuple((loop.builder.make("state", width=v.width, index=i), v) for i, v in carried)
+            return Source((*loop.emitted, *kept), moves, (), (), False, call.lengths is not None)
+
+        return self._made(program, call, dtype, ("forward", call.record), source)
+
+    def _backwards(self, program: Program, call: Call, dtype: torch.dtype, arrives: tuple[bool, ...]) -> Written:
+        def source() -> Source:
+            loop, reverse = program.loop, program.reverse(arrives)
+            carried = enumerate(reverse.carries)
+            moves = tuple((loop.builder.make("carry", width=g.width, index=k), g) for k, g in carried)
+            sums, given = tuple(g for _, g in reverse.rows), (*loop.emitted, *program.kept)
+            return Source(tuple(reverse.stored()), moves, sums, given, True, call.lengths is not None)
+
+        return self._made(program, call, dtype, ("backward", arrives), source)
+
+    def _made(
+        self, program: Program, call: Call, dtype: torch.dtype, what: tuple[str, Any], source: Callable[[], Source]
+    ) -> Written:
+        key = (self, what, dtype, call.lengths is not None)
+        if key not in program.made:
+            with alone():
+                if key not in program.made:
+                    program.made[key] = self.write(f"{program.graph.name} {what[0]}", source(), dtype)
+        return program.made[key]
+
+
+def _common(program: Program, constants: list[Tensor], inputs: list[Any], state: list[Tensor]) -> dict[Buffer, Tensor]:
+    found = {Buffer(Role.START, i): t for i, t in zip(program.loop.carried, state, strict=True)}
+    found |= {Buffer(Role.INPUT, i): t for i, t in enumerate(inputs) if t is not None}
+    return found | {Buffer(Role.CONSTANT, i): t for i, t in enumerate(constants)}

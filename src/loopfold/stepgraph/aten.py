@@ -1,0 +1,124 @@
+"""What is known of torch's own operations, one entry each; of those that are not here nothing is known."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Product(Enum):
+    """How an operation multiplies two of the tensors that it reads."""
+
+    EACH = "number by number"
+    ROWS = "rows [batch, k] by a matrix [k, m]"
+    OTHER = "tensors in some other way"
+    LOOKUP = "a row of a table: its product with a one-hot vector"
+
+
+class Truth(Enum):
+    """How the loop language computes an operation whose result is truth values."""
+
+    DIRECT = "by its own operations on truth values"
+    AS_NUMBERS = "on 0 and 1; whatever is not 0 is true"
+    UNKNOWN = "it cannot"
+
+
+@dataclass(frozen=True)
+class Aten:
+    """What is known of one operation.
+
+    `symbol`     what stands in its box in a drawing; by default its name
+    `product`    None: it multiplies no tensors
+    `factors`    which of the tensors that it reads it multiplies: from the first number up to the second
+    `moves`      it puts numbers elsewhere and changes none
+    `dimension`  which argument says the dimension along which it works; the others stand for themselves
+    `same_rows`  if its result begins with the batch, so does what it reads, row for row
+    `pointwise`  as torch's own tag of that name, which not every version of torch gives it
+    `truth`      what it does where its result is truth values
+    `numbers`    the arguments at which a plain number may be another at every call
+    """
+
+    symbol: str = ""
+    product: Product | None = None
+    factors: tuple[int, int] = (0, 0)
+    moves: bool = False
+    dimension: int | None = None
+    same_rows: bool = False
+    pointwise: bool = False
+    truth: Truth = Truth.UNKNOWN
+    numbers: tuple[int, ...] = ()
+
+
+_BOTH, _LAST_TWO = (0, 2), (1, 3)
+_KNOWN = {
+    # number by number
+    "add": Aten("+", truth=Truth.AS_NUMBERS, numbers=(0, 1)),
+    "sub": Aten("−", numbers=(0, 1)),
+    "rsub": Aten("−", pointwise=True, numbers=(0, 1)),
+    "mul": Aten(r"$\odot$", Product.EACH, _BOTH, truth=Truth.AS_NUMBERS, numbers=(0, 1)),
+    "div": Aten("÷", Product.EACH, _BOTH, numbers=(0, 1)),
+    "neg": Aten("−"),
+    "maximum": Aten(truth=Truth.AS_NUMBERS, numbers=(0, 1)),
+    "minimum": Aten(truth=Truth.AS_NUMBERS, numbers=(0, 1)),
+    "where": Aten(truth=Truth.AS_NUMBERS, numbers=(1, 2)),
+    "lerp": Aten(numbers=(2,)),
+    "clamp": Aten(numbers=(1, 2)),
+    "clamp_min": Aten(numbers=(1,)),
+    "clamp_max": Aten(numbers=(1,)),
+    "sigmoid": Aten(r"$\sigma$"),
+    "relu": Aten("ReLU"),
+    "leaky_relu": Aten(pointwise=True),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), Aten(truth=Truth.DIRECT, numbers=(0, 1))),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_not"), Aten(truth=Truth.DIRECT)),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_not"), Aten(truth=Truth.DIRECT)),
+    # products
+    "mm": Aten("@", Product.ROWS, _BOTH),
+    "addmm": Aten("@", Product.ROWS, _LAST_TWO),  # addmm(b, h, W) adds its first
+    "bmm": Aten("@", Product.OTHER, _BOTH),
+    "baddbmm": Aten("@", Product.OTHER, _LAST_TWO),
+    "mv": Aten("@", Product.OTHER, _BOTH),
+    "addmv": Aten("@", Product.OTHER, _LAST_TWO),
+    "dot": Aten("@", Product.OTHER, _BOTH),
+    "convolution": Aten("", Product.OTHER, _BOTH),
+    "embedding": Aten("look up", Product.LOOKUP, _BOTH),
+    "index": Aten("", Product.LOOKUP, _BOTH),
+    # along a dimension
+    "sum": Aten(dimension=1),
+    "mean": Aten(dimension=1),
+    "amax": Aten(dimension=1),
+    "amin": Aten(dimension=1),
+    "argmax": Aten(dimension=1),
+    "cumsum": Aten(dimension=1),
+    "linalg_vector_norm": Aten(dimension=2),
+    "_softmax": Aten("softmax", dimension=1),
+    "_log_softmax": Aten(dimension=1),
+    "native_layer_norm": Aten("norm"),
+    # numbers put elsewhere
+    "cat": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
+    "stack": Aten(moves=True, dimension=1),
+    "slice": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
+    "split": Aten(moves=True, dimension=2),
+    "split_with_sizes": Aten(moves=True, dimension=2),
+    "unbind": Aten(moves=True, dimension=1),
+    "select": Aten(moves=True, dimension=1),
+    "unsqueeze": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
+    "squeeze": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
+    "getitem": Aten(moves=True, truth=Truth.DIRECT),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "expand"), Aten(moves=True, same_rows=True, truth=Truth.AS_NUMBERS)
+    ),
+    **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.DIRECT)),
+    "_to_copy": Aten(same_rows=True, truth=Truth.DIRECT),
+    **dict.fromkeys(("index_select", "permute", "t", "transpose", "repeat"), Aten(moves=True)),
+    **dict.fromkeys(("flip", "roll", "constant_pad_nd"), Aten(moves=True)),
+    # new tensors
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"), Aten(same_rows=True)),
+    **dict.fromkeys(("full", "full_like", "new_full"), Aten(same_rows=True)),
+}
+
+
+def aten(op: str) -> Aten:
+    """What is known of torch's operation `op`.
+
+    >>> aten("addmm").product, aten("topk").moves
+    (<Product.ROWS: 'rows [batch, k] by a matrix [k, m]'>, False)
+    """
+    return _KNOWN.get(op, Aten())

@@ -1,0 +1,214 @@
+"""The operations of the loop language, one entry each: all that is known of an operation stands here.
+
+A value is one row per sequence, some features long. To add an operation, add an entry here and its line of LLVM in
+`engines/vectors.py`; tests walk the table, and torch's operation of the same name is compiled from then on.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from loopfold.stepgraph.loop import Builder, Value
+
+Gradient = Callable[..., "tuple[Value | None, ...]"]  # (builder, y, ∇y, *arguments) -> ∇ of each argument
+
+
+class Kind(Enum):
+    """What an operation reads, which decides when a kernel computes it."""
+
+    LEAF = "given to the step"
+    POINTWISE = "feature by feature; a width of 1 goes with any other"
+    REDUCTION = "a whole row, down to one number"
+    PRODUCT = "a whole row, times a matrix"
+    LAYOUT = "rows cut or joined; nothing is computed"
+
+
+class Again(Enum):
+    """What the reverse step does about a value of the forward step that it reads."""
+
+    CHEAP = "computes it again, from arguments that are kept or cheap themselves"
+    ONE_STEP = "computes it again where every argument is kept"
+    KEPT = "has it kept at every step"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation.
+
+    `arity`       how many arguments it has; None: any number, at least one
+    `python`      what it means, with torch: `{0}`, `{1}`, … are the arguments, `{index}` and `{width}` the value's own,
+                  `{lead}` the sizes before the features. What begins with `torch.` is a function that takes `out=`
+    `c`           the same in a language like C, for one feature of one row; by default `python` without `torch.`
+    `gradient`    None where there is none, or where it takes more than values (`differentiate` has those)
+    `again`       cheap to compute again on the way back, or not
+    `truth`       it gives truth values
+    `conditions`  so many of its first arguments are truth values; the others are numbers
+    `exact`       its gradient compares its argument with it, so neither is computed again
+    `aten`        torch's names for it; by default its own
+    """
+
+    name: str
+    kind: Kind
+    arity: int | None
+    python: str = ""
+    c: str = ""
+    gradient: Gradient | None = None
+    again: Again = Again.KEPT
+    truth: bool = False
+    conditions: int = 0
+    exact: bool = False
+    aten: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is Kind.POINTWISE:
+            object.__setattr__(self, "c", self.c or self.python.removeprefix("torch."))
+            object.__setattr__(self, "aten", self.aten or (self.name,))
+
+    def apply(self, *args: Any, width: int = 1, index: Any = None) -> torch.Tensor:
+        """The operation on tensors, by torch: slow and obvious.
+
+        >>> OPS["tanh"].apply(torch.zeros(2, 3))
+        tensor([[0., 0., 0.],
+                [0., 0., 0.]])
+        """
+        names = [f"a{i}" for i in range(len(args))]
+        source = self.python.format(*names, index="index", width="width", lead="a0.shape[:-1]")
+        known = dict(zip(names, args, strict=True), torch=torch, index=index, width=width)
+        return eval(source, known)
+
+
+# ------------------------------------------------------------------ gradients of more than a line
+
+
+def _quotient(b: "Builder", y: "Value", g: "Value", a: "Value", c: "Value") -> "tuple[Value, Value]":
+    return b.div(g, c), b.make("neg", b.div(b.mul(g, y), c))
+
+
+def _either(b: "Builder", y: "Value", g: "Value", c: "Value", p: "Value", q: "Value") -> "tuple[None, Value, Value]":
+    return None, b.where(c, g, 0), b.where(c, 0, g)
+
+
+def _greater(b: "Builder", y: "Value", g: "Value", a: "Value", c: "Value") -> "tuple[Value, Value]":
+    return b.mul(g, _share(b, "gt", a, c)), b.mul(g, _share(b, "gt", c, a))
+
+
+def _lesser(b: "Builder", y: "Value", g: "Value", a: "Value", c: "Value") -> "tuple[Value, Value]":
+    return b.mul(g, _share(b, "lt", a, c)), b.mul(g, _share(b, "lt", c, a))
+
+
+def _share(b: "Builder", better: str, a: "Value", other: "Value") -> "Value":
+    """1 where `a` is the one chosen, ½ where both are, else 0."""
+    return b.where(b.make(better, a, other), 1, b.where(b.make("eq", a, other), 0.5, 0))
+
+
+def _chosen(b: "Builder", y: "Value", g: "Value", a: "Value") -> "tuple[Value]":
+    """Greatest or least of a row: every place that attains it gets the same share."""
+    hit = b.where(b.make("eq", a, y), 1, 0)
+    return (b.mul(hit, b.div(g, b.make("sum", hit, width=1))),)
+
+
+def _above_zero(b: "Builder", y: "Value", g: "Value", a: "Value") -> "Value":
+    return b.where(b.make("gt", y, b.number(0)), g, 0)
+
+
+def _power(b: "Builder", y: "Value", g: "Value", a: "Value") -> "Value":
+    return b.mul(b.mul(g, y.index), b.make("pow", a, index=y.index - 1)) if y.index else b.number(0)
+
+
+def _bell(b: "Builder", y: "Value", g: "Value", a: "Value") -> "Value":
+    return b.mul(b.mul(g, 2 / math.sqrt(math.pi)), b.make("exp", b.make("neg", b.mul(a, a))))
+
+
+# ------------------------------------------------------------------ the table
+
+
+def _leaf(name: str) -> Op:
+    return Op(name, Kind.LEAF, 0)
+
+
+def _function(name: str, gradient: Callable[..., Any], again: Again, c: str = "", python: str = "") -> Op:
+    """Of one argument: `gradient(b, y, g, a)` is ∇a, where y = f(a) and g = ∇y."""
+    python = python or f"torch.{name}({{0}})"
+    return Op(name, Kind.POINTWISE, 1, python, c, lambda *args: (gradient(*args),), again)
+
+
+def _several(name: str, arity: int, python: str, gradient: Gradient, again: Again, c: str = "", **rest: Any) -> Op:
+    """Of several arguments: a gradient for each."""
+    return Op(name, Kind.POINTWISE, arity, python, c, gradient, again, **rest)
+
+
+def _comparison(name: str, sign: str) -> Op:
+    return Op(name, Kind.POINTWISE, 2, f"{{0}} {sign} {{1}}", again=Again.CHEAP, truth=True)
+
+
+def _logical(name: str, arity: int, python: str, c: str) -> Op:
+    aten = (f"logical_{name}", f"bitwise_{name}")
+    return Op(name, Kind.POINTWISE, arity, python, c, again=Again.CHEAP, truth=True, conditions=arity, aten=aten)
+
+
+def _reduction(name: str, gradient: Gradient, exact: bool = False) -> Op:
+    return Op(name, Kind.REDUCTION, 1, f"torch.{name}({{0}}, -1, keepdim=True)", "", gradient, exact=exact)
+
+
+_CHEAP, _ONE_STEP, _KEPT = Again
+_TABLE = (
+    # what a step is given
+    _leaf("number"),  # the index itself
+    _leaf("constant"),  # row `index` of what is computed once
+    _leaf("input"),  # sequence `index`, computed before the loop
+    _leaf("state"),  # leaf `index` of the state before this step
+    _leaf("carry"),  # ∇state(t), leaf `index`, from the steps after t
+    _leaf("incoming"),  # ∇ of emitted value `index` at this step, from outside the loop
+    # whole rows
+    Op("matmul", Kind.PRODUCT, 1),  # index (i, transposed): with matrix i of what is computed once, or its transpose
+    Op("slice", Kind.LAYOUT, 1, "{0}.narrow(-1, {index}, {width})", again=_CHEAP),  # index: where it starts
+    Op("cat", Kind.LAYOUT, None),  # its arguments side by side
+    _reduction("sum", lambda b, y, g, a: (b.expand(g, a.width),)),
+    _reduction("amax", _chosen, exact=True),
+    _reduction("amin", _chosen, exact=True),
+    # of two
+    _several("add", 2, "{0} + {1}", lambda b, y, g, a, c: (g, g), _CHEAP),
+    _several("sub", 2, "{0} - {1}", lambda b, y, g, a, c: (g, b.make("neg", g)), _CHEAP),
+    _several("mul", 2, "{0} * {1}", lambda b, y, g, a, c: (b.mul(g, c), b.mul(g, a)), _CHEAP),
+    _several("div", 2, "{0} / {1}", _quotient, _ONE_STEP),
+    _several("maximum", 2, "torch.maximum({0}, {1})", _greater, _CHEAP, "{0} > {1} || {0} != {0} ? {0} : {1}"),
+    _several("minimum", 2, "torch.minimum({0}, {1})", _lesser, _CHEAP, "{0} < {1} || {0} != {0} ? {0} : {1}"),
+    # truth values
+    _comparison("lt", "<"),
+    _comparison("le", "<="),
+    _comparison("gt", ">"),
+    _comparison("ge", ">="),
+    _comparison("eq", "=="),
+    _comparison("ne", "!="),
+    _logical("and", 2, "{0} & {1}", "{0} && {1}"),
+    _logical("or", 2, "{0} | {1}", "{0} || {1}"),
+    _logical("not", 1, "~{0}", "!{0}"),
+    _several("where", 3, "torch.where({0}, {1}, {2})", _either, _CHEAP, "{0} ? {1} : {2}", conditions=1),
+    # of one
+    _function("neg", lambda b, y, g, a: b.make("neg", g), _CHEAP, "-{0}"),
+    _function("abs", lambda b, y, g, a: b.mul(g, b.make("sign", a)), _CHEAP, "fabs({0})"),
+    _function("sign", lambda b, y, g, a: b.number(0), _CHEAP, "({0} > 0) - ({0} < 0)"),
+    _function("relu", _above_zero, _CHEAP, "{0} <= 0 ? 0 : {0}", "{0}.relu()"),  # torch.relu takes no out=
+    _function("tanh", lambda b, y, g, a: b.mul(g, b.sub(1, b.mul(y, y))), _ONE_STEP),
+    _function("sigmoid", lambda b, y, g, a: b.mul(g, b.mul(y, b.sub(1, y))), _ONE_STEP, "1 / (1 + exp(-{0}))"),
+    _function("exp", lambda b, y, g, a: b.mul(g, y), _ONE_STEP),
+    _function("expm1", lambda b, y, g, a: b.mul(g, b.add(y, 1)), _KEPT),
+    _function("log", lambda b, y, g, a: b.div(g, a), _KEPT),
+    _function("log1p", lambda b, y, g, a: b.div(g, b.add(a, 1)), _KEPT),
+    _function("sqrt", lambda b, y, g, a: b.div(b.mul(g, 0.5), y), _ONE_STEP),
+    _function("rsqrt", lambda b, y, g, a: b.mul(b.mul(g, -0.5), b.mul(y, b.mul(y, y))), _ONE_STEP, "1 / sqrt({0})"),
+    _function("reciprocal", lambda b, y, g, a: b.make("neg", b.mul(g, b.mul(y, y))), _ONE_STEP, "1 / {0}"),
+    _function("pow", _power, _KEPT, "pow({0}, {index})", "{0} ** {index}"),  # index: the exponent
+    _function("sin", lambda b, y, g, a: b.mul(g, b.make("cos", a)), _KEPT),
+    _function("cos", lambda b, y, g, a: b.make("neg", b.mul(g, b.make("sin", a))), _KEPT),
+    _function("erf", _bell, _KEPT),
+    # the same numbers
+    _function("expand", lambda b, y, g, a: g, _CHEAP, "{0}", "{0}.expand(*{lead}, {width})"),  # a width of 1 repeated
+    _function("detach", lambda b, y, g, a: None, _CHEAP, "{0}", "{0}.detach()"),
+)
+OPS: dict[str, Op] = {op.name: op for op in _TABLE}
