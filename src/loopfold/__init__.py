@@ -6,9 +6,10 @@ The modules in the order in which data flows; each imports only from those above
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
-    stepgraph        the step as data: graph, trace, loop and rules (its language), hoist, differentiate
-    engines          the ways to run it: base, sequential; selfcheck, programs and compiled (what the next share),
-                     looped, plan, vectors and native (machine code), fused_cpu, auto
+    stepgraph        the step as data: graph, trace; aten (what is known of torch's operations); ops and loop (the
+                     loop's own language), rules (from one to the other), hoist, differentiate, verify
+    engines          the ways to run it: base, sequential; selfcheck, programs, compiled and writing (what the next
+                     share), looped, plan, vectors and native (machine code), fused_cpu, auto
     unfolding        unfold(), Unfolding
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
     feeding          what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling

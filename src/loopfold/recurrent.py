@@ -73,6 +73,7 @@ class Recurrent(RecurrentLayer):
         lengths: Tensor | list[int] | None = None,
         *,
         steps: int | None = None,
+        code: bool = False,
     ) -> str:
         """In words: which engine would run this call, why, and what the compiler made of the transition.
 
@@ -82,7 +83,7 @@ class Recurrent(RecurrentLayer):
           in the loop: 1 product (5×5), 2 other operations
           kept for the way back, beside the states: nothing
         """
-        return explain(self.engine, checked(self.cell, x, state, lengths, steps))
+        return explain(self.engine, checked(self.cell, x, state, lengths, steps), code)
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch)

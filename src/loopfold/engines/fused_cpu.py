@@ -105,7 +105,9 @@ class _Fused(Written):
         self.natives: dict[int, _Native] = {}
 
     def code(self, call: Call) -> str:
-        return f"; {self.name}\n{self._code(_tile(call.batch, self.threads))[1].code}"
+        _, code = self._code(_tile(call.batch, self.threads))
+        buffers = [f"; buffer {i}: {b.role.value.replace(' i', f' {b.index}', 1)}" for i, b in enumerate(code.table)]
+        return "\n".join([f"; {self.name}", *buffers, code.code])
 
     def _code(self, tile: int) -> "tuple[Shape, Code]":
         from loopfold.engines.native import Shape, write

@@ -191,8 +191,10 @@ class _Function:
 
     def _sequence(self, v: Value, names: dict[Value, str]) -> str:
         """A value at all steps; zero after a sequence's end."""
+        if v in self.stored:
+            return names[v]
         whole = f"{names[v]}.expand(T, B, {v.width})" if v.op != "number" else f"like.new_full((T, B, 1), {v.index!r})"
-        return f"torch.where(mask, {whole}, 0)" if self.source.masked and v not in self.stored else whole
+        return f"torch.where(mask, {whole}, 0)" if self.source.masked else whole
 
     def _expression(
         self,
