@@ -290,6 +290,7 @@ LLVM: dict[str, Callable[..., Any]] = {
     "pow": lambda w, p, exponent: w._each_lane("pow", p, exponent),
     "sin": lambda w, p: w._each_lane("sin", p),
     "cos": lambda w, p: w._each_lane("cos", p),
+    "atan": lambda w, p: w._each_lane("atan", p),
     "erf": lambda w, p: w._each_lane("erf", p),
     "expand": lambda w, p: p,
     "detach": lambda w, p: p,

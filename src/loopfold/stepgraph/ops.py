@@ -206,6 +206,7 @@ _TABLE = (
     _function("pow", _power, _KEPT, "pow({0}, {index})", "{0} ** {index}"),  # index: the exponent
     _function("sin", lambda b, y, g, a: b.mul(g, b.make("cos", a)), _KEPT),
     _function("cos", lambda b, y, g, a: b.make("neg", b.mul(g, b.make("sin", a))), _KEPT),
+    _function("atan", lambda b, y, g, a: b.div(g, b.add(b.mul(a, a), 1)), _KEPT),
     _function("erf", _bell, _KEPT),
     # the same numbers
     _function("expand", lambda b, y, g, a: g, _CHEAP, "{0}", "{0}.expand(*{lead}, {width})"),  # a width of 1 repeated
