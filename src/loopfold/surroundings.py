@@ -34,7 +34,7 @@ def fingerprint(f: nn.Module) -> tuple[Any, ...]:
 
 
 class Habits(NamedTuple):
-    """What the code of a step does that a trace must know of beforehand."""
+    """What the code of a step does that a trace must know before it starts."""
 
     names: set[str]  # that it uses, as far as it is the user's own
     iterators: list[str]  # where it holds some, which a trace would use up

@@ -66,7 +66,7 @@ _short: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictiona
 
 @dataclass(frozen=True)
 class _Gains:
-    """What compiled loops save against `Sequential`, less what they cost beforehand: in seconds, forwards, roughly.
+    """What compiled loops save against `Sequential`, less what preparing them costs: in seconds, forwards, roughly.
 
     The figures were fitted to `benchmarks/short_sequences.py`. They only decide which engine runs.
     """

@@ -77,8 +77,8 @@ def first_step(recurrence: Recurrence) -> State:
         raise TypeError(
             f"{name_of(f)} returned a {type(new).__name__}; a step returns the next state, {describe(state)}."
         )
-    came, needed = [leaf.shape for leaf in leaves(new)], [leaf.shape for leaf in leaves(state)]
-    if came != needed:
+    got, expected = [leaf.shape for leaf in leaves(new)], [leaf.shape for leaf in leaves(state)]
+    if got != expected:
         raise ValueError(
             f"{name_of(f)} was given state {describe(state)} and returned {describe(new)}; "
             f"a step must return a state of the structure and sizes that it was given."

@@ -122,8 +122,8 @@ def compiled_refusal(recurrence: Recurrence) -> str | None:
 def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> State:
     """Run a recurrence through its program, and check it. What is not right is never returned.
 
-    If a check fails, the step is traced anew, since something that its trace fixed may have changed unseen; if it fails
-    again, `Sequential` runs the recurrence, now and from now on, and says so.
+    If a check fails, the step is traced again, since something that its trace fixed may have changed unseen; if that
+    fails too, `Sequential` runs the recurrence, now and from now on, and says so.
     """
     doubted: list[int] = []
     states, reason = _checked(engine, kernel, recurrence, doubted)
@@ -164,7 +164,7 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     try:
         if wait:
             reason = next(filter(None, (disagreement(recurrence, states, d) for d in doubted)), None)
-        elif watch.pending is None:  # the answer is read at a later run, so that nobody waits for the GPU
+        elif watch.pending is None:  # the answer is read at a later run, so that the CPU does not wait for the GPU
             watch.ask(agrees_later(recurrence, states, t), t)
     except torch.OutOfMemoryError:
         return states, None  # no room to look
@@ -253,7 +253,7 @@ def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
 
 
 def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:
-    """After a sequence's end its first value again, on which the operations after the loop are known to be at home."""
+    """After a sequence's end, its first value again: a value that the operations after the loop can handle."""
     return sequence if lengths is None else torch.where(alive(sequence, lengths), sequence, sequence[:1])
 
 
@@ -310,7 +310,7 @@ class _Loop(torch.autograd.Function):
 
         with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
             results = _each(back, incoming) if come_many(incoming) else back(*incoming)
-        if torch.is_grad_enabled():  # someone wants to differentiate this gradient
+        if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             name = type(ctx.engine).__name__
             results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
         return (*[None] * 6, *results)
@@ -402,7 +402,7 @@ def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated again, and says so to whoever tries."""
+    """A gradient that cannot be differentiated again: trying to raises an error that says so."""
 
     @staticmethod
     def forward(ctx: Any, name: str, gradient: Tensor, *sources: Tensor) -> Tensor:

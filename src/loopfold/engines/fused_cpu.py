@@ -55,7 +55,7 @@ class FusedCPU(Engine):
         if leaf.device.type != "cpu":
             return f"it runs on the CPU and the state is on {leaf.device}."
         if leaf.dtype not in (torch.float32, torch.float64):
-            return f"it has kernels for float32 and float64; {leaf.dtype} came."
+            return f"it has kernels for float32 and float64, and got {leaf.dtype}."
         reason = compiled_refusal(recurrence)
         if reason is not None:
             return reason
@@ -85,7 +85,7 @@ class _FusedKernel(Writer):
 
 @functools.cache
 def _tile(batch: int, threads: int) -> int:
-    """How many sequences a kernel takes together: enough to share the loads, not so many that threads stand idle."""
+    """How many sequences a kernel takes together: enough to share the loads, few enough for all threads."""
     most = (_machine().registers - 6) // 2  # two vectors of partial sums for each
 
     def cost(tile: int) -> float:  # of the thread with the most to do; a tile costs something whatever its size
@@ -302,7 +302,7 @@ def _compile(name: str, code: str) -> bytes:
     builder.getModulePassManager().run(module, builder)
     image = target.emit_object(module)
     took = time.perf_counter() - begin
-    level = logging.WARNING if took > 1 else logging.INFO  # what nobody would notice is not worth a line
+    level = logging.WARNING if took > 1 else logging.INFO  # a short wait is not worth a line
     _log.log(level, "compiled %s in %.2f s; it is kept for next time", name, took)
     return image
 
@@ -320,7 +320,7 @@ def _read(key: str) -> bytes | None:
     except (OSError, RuntimeError):  # no such file, or no home
         return None
     image, digest = data[:-32], data[-32:]
-    return image if hashlib.sha256(image).digest() == digest else None  # a torn file is compiled anew
+    return image if hashlib.sha256(image).digest() == digest else None  # a damaged file is compiled again
 
 
 def _write(key: str, image: bytes) -> None:

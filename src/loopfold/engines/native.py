@@ -194,7 +194,7 @@ class _Writer(Vectors):
             raise Unsound(f"a kernel would read {v.op} of {v.width} features before it is written.")
 
     def _team(self) -> None:
-        """`team(jobs*)`: what every thread of an OpenMP team runs, taking every so-manyth job.
+        """`team(jobs*)`: what every thread of an OpenMP team runs: thread i of n takes jobs i, i + n, i + 2n, …
 
         Before the first job stands their number; a job is what `kernel` is called with, as six words.
         """
@@ -262,7 +262,7 @@ class _Writer(Vectors):
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
         matrix = self._pointer(Buffer(Role.MATRIX, *v.index))
         width = vectors * self.lanes
-        # A matrix somewhat larger than the first-level cache would be fetched anew at every step. Read back to front
+        # A matrix somewhat larger than the first-level cache would be fetched again at every step. Read back to front
         # at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
         turns = tile <= 2 and 24 << 10 <= depth * blocks * width * self._align() <= 96 << 10
 

@@ -94,7 +94,7 @@ def alone() -> threading.RLock:
 
 def _new_lock() -> None:
     global _lock
-    _lock = threading.RLock()  # in a forked process nobody would ever let go of the old one
+    _lock = threading.RLock()  # in a forked process the thread that holds the old one is gone
 
 
 if hasattr(os, "register_at_fork"):
@@ -115,7 +115,7 @@ def program_of(recurrence: Recurrence) -> Found:
 
 
 def forget(recurrence: Recurrence) -> None:
-    """Let the step be traced anew, whatever its fingerprint says."""
+    """Make the next call trace the step again, even if its fingerprint is the same."""
     with alone():
         shelf = _shelves.get(recurrence.f)  # type: ignore[call-overload]
         if shelf is not None:
@@ -140,7 +140,7 @@ def _sizes(recurrence: Recurrence) -> Any:
 def _find(recurrence: Recurrence) -> Found | str:
     f, x, state = recurrence.f, recurrence.x, recurrence.state
     if not isinstance(f, nn.Module):
-        return "it is a plain function, which may read anything anew at every call; an nn.Module is compiled."
+        return "it is a plain function, which may read something else at every call; an nn.Module is compiled."
     shelf = _shelves.setdefault(f, _Shelf())
     key = (_sizes(recurrence), fingerprint(f))
     if key in shelf.found:

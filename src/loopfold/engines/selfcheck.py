@@ -39,7 +39,7 @@ _draw = random.Random()  # its own: the user's random numbers are not touched
 
 @dataclass(eq=False)
 class Watch:
-    """When the runs of a program are checked, and what came of it."""
+    """When the runs of a program are checked, and what was found."""
 
     distrusted: str | None = None  # why the program is not used any more
     runs: int = 0
@@ -101,7 +101,7 @@ def disagreement(recurrence: Recurrence, states: State, t: int) -> str | None:
 
 
 def agrees_later(recurrence: Recurrence, states: State, t: int) -> Tensor:
-    """On a GPU, whether step t agrees within `TOLERANCE`, as a tensor: nobody waits for it."""
+    """On a GPU, whether step t agrees within `TOLERANCE`, as a tensor, for which nothing waits."""
     ours, step, inputs = _compared(recurrence, states, t)
     theirs = step(*inputs)
     return torch.stack(_within(ours, theirs, _margins(theirs, inputs))).all()
@@ -124,7 +124,7 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
 
 
 def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
-    """The state that step t is taken from; a sequence that has ended starts anew, as it does in `Sequential`."""
+    """The state that step t is taken from; a sequence that has ended starts again, as it does in `Sequential`."""
     start = [leaf.detach() for leaf in leaves(recurrence.state)]
     if t == 0:
         return start
@@ -136,7 +136,7 @@ def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
 
 
 def _out_of_sight() -> Any:
-    """While open, what autograd saves concerns nobody: torch.utils.checkpoint counts it.
+    """While open, what autograd saves is hidden from torch.utils.checkpoint, which counts it.
 
     A result that was saved as it is would hold itself in memory for ever; detached, it does not.
     """

@@ -180,7 +180,7 @@ class _Hoist:
         leaves: tuple[int | Node, ...],
         taps: dict[Node, int],
     ) -> Loop:
-        """Number constants and inputs anew, leaving out those that a rewriting made superfluous."""
+        """Renumber constants and inputs, without those that a rewriting left unused."""
         order = ordered(emitted)
         used_constants = sorted({_constant(v) for v in order if v.op in ("constant", "matmul")})
         used_inputs = sorted({v.index for v in order if v.op == "input"})
