@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from loopfold.drawing.figure import CYCLE, Drawing, new_figure, style
 from loopfold.evaluation import evaluating
@@ -21,7 +21,7 @@ from loopfold.training.loop import Diverged
 
 Batches = Iterable[Any] | Callable[[int], Any]
 Loss = Callable[..., Tensor]
-Valid = Callable[[nn.Module], float] | Iterable[Any]
+Valid = Callable[[Any], float] | Iterable[Any]
 Watch = Callable[[int, float], None]
 
 
@@ -119,9 +119,7 @@ def fit(
         if not all(map(math.isfinite, numbers)):
             got = " and ".join(f"{number:.4g}" for number in numbers)
             kept = f" The model has its best weights, those of step {best}." if best else ""
-            raise Diverged(
-                f"at step {len(losses)}, {what}: got {got}.{kept} Try a lower learning rate or a lower clip."
-            )
+            raise Diverged(f"at step {len(losses)}, {what}: got {got}.{kept} Try a lower learning rate or clip.")
 
     with in_evaluation(model), nullcontext(watch) if watch else _bar(steps) as tell:  # at the end, modes are as before
         model.train()
@@ -159,13 +157,10 @@ def fit(
 
 def _drawn(batches: Batches, steps: int, device: torch.device) -> Iterator[tuple[Any, ...]]:
     """So many batches, each as the arguments of a loss, on the model's device."""
-    if callable(batches):
-        yield from (_arguments(batches(step), device) for step in range(steps))
-        return
     step = 0
-    while True:
+    while step < steps:
         begun = step
-        for batch in batches:
+        for batch in map(batches, range(steps)) if callable(batches) else batches:
             yield _arguments(batch, device)
             step += 1
             if step == steps:
@@ -238,9 +233,7 @@ def _bar(steps: int) -> Iterator[Watch]:
         yield lambda step, loss: progress.update(task, completed=step, loss=loss)
 
 
-def _check(
-    optimiser: Any, model: nn.Module, schedule: Any, clip: float | None, valid: Any, **counts: int | None
-) -> None:
+def _check(optimiser: Any, model: nn.Module, schedule: Any, clip: Any, valid: Any, **counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None:
             whole_number("fit", name, count)
@@ -248,8 +241,6 @@ def _check(
         raise TypeError(f"optimiser: got {optimiser!r}, expected one such as torch.optim.Adam(model.parameters()).")
     if not {p for group in optimiser.param_groups for p in group["params"]} & {*model.parameters()}:
         raise ValueError("the optimiser has no parameter of this model: make it of model.parameters().")
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise TypeError("schedule: got a ReduceLROnPlateau, which needs figures. Call its step in your valid function.")
     if isinstance(schedule, LRScheduler) and schedule.optimizer is not optimiser:
         raise ValueError("the schedule is that of another optimiser: type optimiser=schedule.optimizer.")
     if clip is not None and not clip > 0:
