@@ -29,9 +29,10 @@ class Result:
     more: int  # how many times more
 
 
-def sequences(symbols: int, tau: int, number: int) -> Tensor:
-    """Random symbols, one-hot `[τ, number, symbols]`."""
-    return nn.functional.one_hot(torch.randint(symbols, (tau, number)), symbols).float()
+def sequences(symbols: int, tau: int, number: int) -> tuple[Tensor, Tensor]:
+    """Random symbols, one-hot `[τ, number, symbols]`, and the same as numbers `[τ, number]`."""
+    y = torch.randint(symbols, (tau, number))
+    return nn.functional.one_hot(y, symbols).float(), y
 
 
 def rebuilt(symbols: int, n: int, tau: int, iterations: int, decoder: int) -> float:
@@ -39,15 +40,10 @@ def rebuilt(symbols: int, n: int, tau: int, iterations: int, decoder: int) -> fl
     torch.manual_seed(0)
     model = lf.Autoencoder(lf.GRU(symbols, n), lf.GRU(n + symbols, decoder), outputs=symbols)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(iterations):
-        x = sequences(symbols, tau, 64)
-        optimiser.zero_grad()
-        (model.loss(model(x), model.targets(x)) / x[..., 0].numel()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+    lf.fit(model, lambda i: sequences(symbols, tau, 64), iterations, optimiser=optimiser)
+    x, y = sequences(symbols, tau, 1000)
     with torch.no_grad():
-        x = sequences(symbols, tau, 1000)
-        return float((model(x).argmax(-1) == model.targets(x)).float().mean())
+        return float((model(x).argmax(-1) == y).float().mean())
 
 
 def experiment(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 import loopfold as lf
 
@@ -43,14 +43,13 @@ def trained(
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = lf.EncoderDecoder(lf.GRU(1, 32), lf.GRU(32 + 1, 32), outputs=lf.Reals(1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.005)
-    for i in range(iterations):
-        _, read = waves(64, past + asked, noise, generator)
+
+    def loss(model: lf.EncoderDecoder, clean: Tensor, read: Tensor, feeding: lf.Feeding) -> Tensor:
         x, y = read[:past], read[past:]
-        optimiser.zero_grad()
-        (model.loss(model(x, y, feeding(i)), y) / y.numel()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        return model.loss(model(x, y, feeding), y) / y.numel()
+
+    batches = ((*waves(64, past + asked, noise, generator), feeding(i)) for i in range(iterations))
+    lf.fit(model, batches, iterations, loss=loss, optimiser=torch.optim.Adam(model.parameters(), lr=0.005))
     return model
 
 

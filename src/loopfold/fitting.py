@@ -55,8 +55,9 @@ class Fit:
         axes = figure.subplots()
         axes.plot(range(1, len(self.losses) + 1), self.losses, color=CYCLE[0], linewidth=1, label="loss of a batch")
         if self.best is not None:
-            axes.plot([*self.valid], [*self.valid.values()], "o-", color=CYCLE[1], markersize=4, label="valid")
-            axes.plot(self.best, self.valid[self.best], "o", color=CYCLE[1], markersize=11, fillstyle="none")
+            look: dict[str, Any] = {"color": CYCLE[1], "clip_on": False}
+            axes.plot([*self.valid], [*self.valid.values()], "o-", markersize=4, label="valid", **look)
+            axes.plot(self.best, self.valid[self.best], "o", markersize=11, fillstyle="none", **look)
         axes.set(xlabel="steps of training", ylabel="loss", xlim=(0, len(self.losses)))
         axes.legend()
         best = f", valid {self.valid[self.best]:.4g} at best, at step {self.best:,}" if self.best else ""
