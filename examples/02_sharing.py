@@ -98,7 +98,7 @@ def experiment(
 
 def table(result: Result) -> str:
     seen = ", ".join(map(str, result.seen))
-    lines = [f"right answers, lengths {seen} in training; to guess is to be right half the time", ""]
+    lines = [f"right answers, lengths {seen} in training; a guess is right half the time", ""]
     lines += ["examples   a g(t) for each    one f" + "".join(f"   one f, length {t}" for t in result.longer)]
     for j, number in enumerate(result.examples):
         longer = "".join(f"   {of[j]:>{14 + len(str(t))}.1%}" for t, of in result.longer.items())

@@ -3,10 +3,10 @@
 A state has a fixed size and the past may have any length, so in general something must be lost; training decides what
 is kept (book 10.1). The hardest thing to ask of a state is the whole past back, as an autoencoder does: it reads a
 sequence, keeps the last state alone, and rebuilds the sequence from it. Here the sequences are random symbols, one of
-four, so that nothing can be guessed from what is usual or from neighbours: τ symbols are 2τ bits, and who keeps none
-is right one time in four. The accuracy is measured against the length τ and the size n of the state. All networks
-have the same decoder and the same training; two of them also have four times as much of it, to tell what is lost to
-the size of the state from what has not been learned yet.
+four, so that nothing can be guessed from what is usual or from neighbours: τ symbols are 2τ bits, and a state that
+keeps none of them is right one time in four. The accuracy is measured against the length τ and the size n of the state.
+All networks have the same decoder and the same training; two of them are also trained four times as long, to tell what
+is lost to the size of the state from what has not been learned yet.
 """
 
 import math

@@ -148,9 +148,9 @@ def picture(result: Result) -> lf.Drawing:
 
 
 FOUND = """
-As claimed where the truth goes back, or the network's probabilities ŷ: they come to carry nothing beyond the targets.
-Not so where the unnormalised o goes back and the network trains on that: over a few steps it learns to carry the symbol
-in o, where there is room for it (a constant added to all of o changes no probability). So the weakness is one of
+As claimed where the truth goes back, or the network's probabilities ŷ: these carry nothing beyond the targets. It is
+different where the unnormalised o goes back and the network trains on that: over a few steps it learns to carry the
+symbol in o, where there is room for it (a constant added to all of o changes no probability). So the weakness is one of
 targets as messages, and of teacher forcing, more than of the arrow from output to hidden.
 All steps at once are far faster than one by one. But what is saved is a loop in Python: at this size a compiled loop
 over the hidden recurrence takes about as long, and remembers."""

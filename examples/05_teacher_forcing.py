@@ -6,7 +6,7 @@ the length that is written. The remedy is to train on the network's own outputs 
 mixture that starts with the truth and moves to the network's own (scheduled sampling). Here an encoder reads 20 steps
 of a wave, the sum of two sines, and a decoder writes what follows; training asks for 20 steps, the test for 40. It is
 done with clean waves and with noise on all that is read. The error is that of the clean wave, relative to its variance:
-who always writes the mean has an error of 1.
+a network that always writes the mean has an error of 1.
 """
 
 import math
@@ -124,10 +124,10 @@ def picture(result: Result) -> lf.Drawing:
 
 FOUND = """
 As claimed on clean waves: trained on the truth, the network is by far the best while it is fed the truth, and goes
-astray within a few steps of its own. Training on its own outputs mends that as far as training asked it to write.
-Beyond, such a network goes astray as well, for it never had to go on.
-Not so with noise on what is read: there no input can be trusted, true or not, and as far as training asked, the three
-differ little."""
+astray within a few steps of its own. Training on its own outputs fixes that as far as training asked it to write.
+Beyond that, such a network goes astray too, since it never had to go on.
+It is different with noise on what is read: then no input can be trusted, true or not, and as far as training asked, the
+three differ little."""
 
 
 def main() -> None:

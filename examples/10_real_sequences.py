@@ -170,7 +170,7 @@ def picture(result: Result) -> lf.Drawing:
 
 FOUND = """
 The GRU makes less than a third of the baseline's mistakes. Up to the ninth step it is the worse of the two: it was
-trained on whole utterances alone. Of sunspots it foretells the next month a little better than the month before does; a
+trained on whole utterances alone. Of sunspots it predicts the next month a little better than the month before does; a
 year ahead it has two thirds of that error, and about half of the error of a cycle before. But the linear weights are as
 good up to a year, better at three, and found at once: here nothing called for a network."""
 
