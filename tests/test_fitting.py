@@ -438,6 +438,8 @@ def test_a_loss_is_one_number() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no steps": ({"steps": 0}, "steps as a whole number of at least 1"),
     "steps that are no number": ({"steps": 1e3}, "steps as a whole number"),
+    "steps left open": ({"steps": None}, "steps as a whole number"),
+    "x and y": ({"steps": torch.ones(1)}, r"steps: got a tensor, .*type fit\(model, \[\(x, y\)\], steps\)"),
     "evaluate_every": ({"evaluate_every": 0}, "evaluate_every as a whole number"),
     "patience": ({"patience": 0, "valid": ONE}, "patience as a whole number"),
     "patience alone": ({"patience": 3}, "patience needs something to measure"),

@@ -27,7 +27,7 @@ Watch = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Fit:
-    """How a training went. Step 1 is the first.
+    """How training went. Step 1 is the first.
 
     `steps`   how many were asked for
     `losses`  the loss of each step's batch, before its update
@@ -82,8 +82,9 @@ def fit(
 
     `batches`    (x, y) or (x, y, lengths), time first: a list, a DataLoader or the like, read again when it ends (ten
                  epochs are `steps=10 * len(loader)`); or a function of the step, which gets 0, 1, …
-    `loss`       `loss(model, *batch)`, a tensor of one number; by default a pattern's own, the mean over its targets.
-                 With a loss, a batch may hold anything, for example `lambda i: (x, y, feeding.at(i))`
+    `loss`       `loss(model, *batch)`, a tensor of one number; by default a pattern's own, the mean over its targets
+                 (an EncoderDecoder reads lengths as those of x: all of y counts). With a loss, a batch may hold
+                 anything, for example `lambda i: (x, y, feeding.at(i))`
     `optimiser`  by default Adam with a learning rate of 0.001
     `schedule`   of the learning rate: one of torch's schedulers, or a function of the step that gives a factor, such as
                  `lf.Ramp(1, 0, over=2000)`
@@ -125,9 +126,9 @@ def fit(
     with in_evaluation(model), nullcontext(watch) if watch else _bar(steps) as tell:  # at the end, modes are as before
         model.train()
         try:
-            for step, batch in enumerate(_drawn(batches, steps, device), start=1):
+            for step, batch in enumerate(_drawn(batches, steps), start=1):
                 optimiser.zero_grad()
-                L = _one_number(loss(model, *batch))
+                L = _loss_of(batch, model, loss, device)
                 L.backward()
                 norm = nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
                 losses.append(L.item())
@@ -140,7 +141,7 @@ def fit(
                 if valid is None or (step % evaluate_every and step != steps):
                     continue
                 with evaluating(model):
-                    figures[step] = float(valid(model) if callable(valid) else _mean(model, loss, valid, device))
+                    figures[step] = float(valid(model)) if callable(valid) else _mean(valid, model, loss, device)
                 check_finite("what valid gives must be finite", figures[step])
                 misses += 1
                 if not best or figures[step] < figures[best]:
@@ -153,16 +154,13 @@ def fit(
     return Fit(steps, losses, figures)
 
 
-# ------------------------------------------------------------------ batches and losses
-
-
-def _drawn(batches: Batches, steps: int, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """So many batches, each as the arguments of a loss, on the model's device."""
+def _drawn(batches: Batches, steps: int) -> Iterator[Any]:
+    """So many batches; what ends before is read again."""
     step = 0
     while step < steps:
         begun = step
         for batch in map(batches, range(steps)) if callable(batches) else batches:
-            yield _arguments(batch, device)
+            yield batch
             step += 1
             if step == steps:
                 return
@@ -173,10 +171,21 @@ def _drawn(batches: Batches, steps: int, device: torch.device) -> Iterator[tuple
             )
 
 
-def _arguments(batch: Any, device: torch.device) -> tuple[Any, ...]:
-    """A tuple or a list holds several arguments, anything else is one."""
+def _loss_of(batch: Any, model: nn.Module, loss: Loss, device: torch.device) -> Tensor:
+    """A batch that is a tuple or a list holds several arguments, anything else is one; tensors go to the device."""
     parts = batch if isinstance(batch, tuple | list) else (batch,)
-    return tuple(part.to(device) if isinstance(part, Tensor) else part for part in parts)
+    L: Any = loss(model, *(part.to(device) if isinstance(part, Tensor) else part for part in parts))
+    if not isinstance(L, Tensor) or L.numel() != 1:
+        got = f"a tensor {tuple(L.shape)}" if isinstance(L, Tensor) else type(L).__name__
+        raise TypeError(f"loss: got {got}, expected a tensor of one number. To average, type .mean().")
+    return L
+
+
+def _mean(batches: Iterable[Any], model: nn.Module, loss: Loss, device: torch.device) -> float:
+    losses = [float(_loss_of(batch, model, loss, device)) for batch in batches]
+    if not losses:
+        raise ValueError("valid is empty: got no batch, expected at least one.")
+    return fmean(losses)
 
 
 def _own_loss(model: nn.Module, *batch: Any) -> Tensor:
@@ -201,23 +210,6 @@ def _own_loss(model: nn.Module, *batch: Any) -> Tensor:
     return model.loss(o, y, lengths) / int(torch.as_tensor(lengths).sum())
 
 
-def _one_number(L: Any) -> Tensor:
-    if not isinstance(L, Tensor) or L.numel() != 1:
-        got = f"a tensor {tuple(L.shape)}" if isinstance(L, Tensor) else type(L).__name__
-        raise TypeError(f"loss: got {got}, expected a tensor of one number. To average, type .mean().")
-    return L
-
-
-def _mean(model: nn.Module, loss: Loss, batches: Iterable[Any], device: torch.device) -> float:
-    losses = [float(_one_number(loss(model, *_arguments(batch, device)))) for batch in batches]
-    if not losses:
-        raise ValueError("valid is empty: got no batch, expected at least one.")
-    return fmean(losses)
-
-
-# ------------------------------------------------------------------ progress, and what must hold
-
-
 @contextmanager
 def _bar(steps: int) -> Iterator[Watch]:
     """A bar with the loss and the time left, on a terminal alone; it vanishes at the end."""
@@ -234,9 +226,11 @@ def _bar(steps: int) -> Iterator[Watch]:
         yield lambda step, loss: progress.update(task, completed=step, loss=loss)
 
 
-def _check(optimiser: Any, model: nn.Module, schedule: Any, clip: Any, valid: Any, **counts: int | None) -> None:
+def _check(optimiser: Any, model: nn.Module, schedule: Any, clip: Any, valid: Any, **counts: Any) -> None:
+    if isinstance(counts["steps"], Tensor):
+        raise TypeError("steps: got a tensor, expected a number. For one batch, type fit(model, [(x, y)], steps).")
     for name, count in counts.items():
-        if count is not None:
+        if (name, count) != ("patience", None):
             whole_number("fit", name, count)
     if not isinstance(optimiser, torch.optim.Optimizer):
         raise TypeError(f"optimiser: got {optimiser!r}, expected one such as torch.optim.Adam(model.parameters()).")
