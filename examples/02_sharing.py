@@ -40,19 +40,16 @@ def switches(lengths: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     return nn.functional.one_hot(commands, 4).float(), on
 
 
-def fit(model: nn.Module, loss: Callable[[Tensor], Tensor], examples: int, iterations: int) -> None:
-    """Descend along the mean `loss(batch)`, where a batch is up to 256 numbers of examples."""
+def fit(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], examples: int, iterations: int) -> None:
+    """Lower the mean loss of a batch, which is the numbers of up to 256 examples."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(iterations):
-        optimiser.zero_grad()
-        loss(torch.randperm(examples)[:256]).backward()
-        optimiser.step()
+    lf.fit(model, lambda i: torch.randperm(examples)[:256], iterations, loss=loss, optimiser=optimiser, clip=None)
 
 
 def shared(x: Tensor, y: Tensor, lengths: Tensor, n: int, iterations: int) -> lf.SequenceToOne:
     """One f for all lengths and steps."""
     f = lf.SequenceToOne(lf.GRU(4, n), outputs=2)
-    fit(f, lambda i: f.loss(f(x[:, i], lengths=lengths[i]), y[i]) / len(i), len(y), iterations)
+    fit(f, lambda f, i: f.loss(f(x[:, i], lengths=lengths[i]), y[i]) / len(i), len(y), iterations)
     return f
 
 
@@ -60,7 +57,7 @@ def separate(x: Tensor, y: Tensor, n: int, iterations: int) -> nn.Module:
     """The g(t) of one length, a perceptron that reads all of x(1…t) at once."""
     g = nn.Sequential(nn.Linear(4 * len(x), n), nn.ReLU(), nn.Linear(n, 2))
     flat = x.transpose(0, 1).flatten(1)
-    fit(g, lambda i: nn.functional.cross_entropy(g(flat[i]), y[i]), len(y), iterations)
+    fit(g, lambda g, i: nn.functional.cross_entropy(g(flat[i]), y[i]), len(y), iterations)
     return g
 
 
@@ -101,7 +98,7 @@ def experiment(
 
 def table(result: Result) -> str:
     seen = ", ".join(map(str, result.seen))
-    lines = [f"right answers, lengths {seen} in training; to guess is to be right half the time", ""]
+    lines = [f"right answers, lengths {seen} in training; a guess is right half the time", ""]
     lines += ["examples   a g(t) for each    one f" + "".join(f"   one f, length {t}" for t in result.longer)]
     for j, number in enumerate(result.examples):
         longer = "".join(f"   {of[j]:>{14 + len(str(t))}.1%}" for t, of in result.longer.items())

@@ -3,10 +3,10 @@
 A state has a fixed size and the past may have any length, so in general something must be lost; training decides what
 is kept (book 10.1). The hardest thing to ask of a state is the whole past back, as an autoencoder does: it reads a
 sequence, keeps the last state alone, and rebuilds the sequence from it. Here the sequences are random symbols, one of
-four, so that nothing can be guessed from what is usual or from neighbours: τ symbols are 2τ bits, and who keeps none
-is right one time in four. The accuracy is measured against the length τ and the size n of the state. All networks
-have the same decoder and the same training; two of them also have four times as much of it, to tell what is lost to
-the size of the state from what has not been learned yet.
+four, so that nothing can be guessed from what is usual or from neighbours: τ symbols are 2τ bits, and a state that
+keeps none of them is right one time in four. The accuracy is measured against the length τ and the size n of the state.
+All networks have the same decoder and the same training; two of them are also trained four times as long, to tell what
+is lost to the size of the state from what has not been learned yet.
 """
 
 import math
@@ -29,9 +29,10 @@ class Result:
     more: int  # how many times more
 
 
-def sequences(symbols: int, tau: int, number: int) -> Tensor:
-    """Random symbols, one-hot `[τ, number, symbols]`."""
-    return nn.functional.one_hot(torch.randint(symbols, (tau, number)), symbols).float()
+def sequences(symbols: int, tau: int, number: int) -> tuple[Tensor, Tensor]:
+    """Random symbols, one-hot `[τ, number, symbols]`, and the same as numbers `[τ, number]`."""
+    y = torch.randint(symbols, (tau, number))
+    return nn.functional.one_hot(y, symbols).float(), y
 
 
 def rebuilt(symbols: int, n: int, tau: int, iterations: int, decoder: int) -> float:
@@ -39,15 +40,10 @@ def rebuilt(symbols: int, n: int, tau: int, iterations: int, decoder: int) -> fl
     torch.manual_seed(0)
     model = lf.Autoencoder(lf.GRU(symbols, n), lf.GRU(n + symbols, decoder), outputs=symbols)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(iterations):
-        x = sequences(symbols, tau, 64)
-        optimiser.zero_grad()
-        (model.loss(model(x), model.targets(x)) / x[..., 0].numel()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+    lf.fit(model, lambda i: sequences(symbols, tau, 64), iterations, optimiser=optimiser)
+    x, y = sequences(symbols, tau, 1000)
     with torch.no_grad():
-        x = sequences(symbols, tau, 1000)
-        return float((model(x).argmax(-1) == model.targets(x)).float().mean())
+        return float((model(x).argmax(-1) == y).float().mean())
 
 
 def experiment(

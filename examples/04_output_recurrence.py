@@ -56,13 +56,13 @@ def questions(number: int, delay: int, state_in_targets: bool) -> tuple[Tensor, 
 
 def answers(model: Model, delay: int, iterations: int, feeding: lf.Feeding | None, state_in_targets: bool) -> float:
     """The share of right answers after training; in use, an output recurrence reads its own outputs."""
+
+    def loss(model: Model, x: Tensor, y: Tensor) -> Tensor:
+        return model.loss(model(x) if feeding is None else model(x, y, feeding), y) / 64
+
+    batches = (questions(64, delay, state_in_targets) for _ in range(iterations))
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(iterations):
-        x, y = questions(64, delay, state_in_targets)
-        optimiser.zero_grad()
-        o = model(x) if feeding is None else model(x, y, feeding)
-        (model.loss(o, y) / 64).backward()
-        optimiser.step()
+    lf.fit(model, batches, iterations, loss=loss, optimiser=optimiser, clip=None)
     x, y = questions(1000, delay, state_in_targets)
     in_use = feeding if isinstance(feeding, lf.FreeRunning) else lf.FreeRunning()
     with torch.no_grad():
@@ -148,9 +148,9 @@ def picture(result: Result) -> lf.Drawing:
 
 
 FOUND = """
-As claimed where the truth goes back, or the network's probabilities ŷ: they come to carry nothing beyond the targets.
-Not so where the unnormalised o goes back and the network trains on that: over a few steps it learns to carry the symbol
-in o, where there is room for it (a constant added to all of o changes no probability). So the weakness is one of
+As claimed where the truth goes back, or the network's probabilities ŷ: these carry nothing beyond the targets. It is
+different where the unnormalised o goes back and the network trains on that: over a few steps it learns to carry the
+symbol in o, where there is room for it (a constant added to all of o changes no probability). So the weakness is one of
 targets as messages, and of teacher forcing, more than of the arrow from output to hidden.
 All steps at once are far faster than one by one. But what is saved is a loop in Python: at this size a compiled loop
 over the hidden recurrence takes about as long, and remembers."""

@@ -6,7 +6,7 @@ the length that is written. The remedy is to train on the network's own outputs 
 mixture that starts with the truth and moves to the network's own (scheduled sampling). Here an encoder reads 20 steps
 of a wave, the sum of two sines, and a decoder writes what follows; training asks for 20 steps, the test for 40. It is
 done with clean waves and with noise on all that is read. The error is that of the clean wave, relative to its variance:
-who always writes the mean has an error of 1.
+a network that always writes the mean has an error of 1.
 """
 
 import math
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 import loopfold as lf
 
@@ -43,14 +43,13 @@ def trained(
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = lf.EncoderDecoder(lf.GRU(1, 32), lf.GRU(32 + 1, 32), outputs=lf.Reals(1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.005)
-    for i in range(iterations):
-        _, read = waves(64, past + asked, noise, generator)
+
+    def loss(model: lf.EncoderDecoder, clean: Tensor, read: Tensor, feeding: lf.Feeding) -> Tensor:
         x, y = read[:past], read[past:]
-        optimiser.zero_grad()
-        (model.loss(model(x, y, feeding(i)), y) / y.numel()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        return model.loss(model(x, y, feeding), y) / y.numel()
+
+    batches = ((*waves(64, past + asked, noise, generator), feeding(i)) for i in range(iterations))
+    lf.fit(model, batches, iterations, loss=loss, optimiser=torch.optim.Adam(model.parameters(), lr=0.005))
     return model
 
 
@@ -125,10 +124,10 @@ def picture(result: Result) -> lf.Drawing:
 
 FOUND = """
 As claimed on clean waves: trained on the truth, the network is by far the best while it is fed the truth, and goes
-astray within a few steps of its own. Training on its own outputs mends that as far as training asked it to write.
-Beyond, such a network goes astray as well, for it never had to go on.
-Not so with noise on what is read: there no input can be trusted, true or not, and as far as training asked, the three
-differ little."""
+astray within a few steps of its own. Training on its own outputs fixes that as far as training asked it to write.
+Beyond that, such a network goes astray too, since it never had to go on.
+It is different with noise on what is read: then no input can be trusted, true or not, and as far as training asked, the
+three differ little."""
 
 
 def main() -> None:

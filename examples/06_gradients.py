@@ -66,12 +66,7 @@ def accuracy(cell: lf.Transition, delay: int, updates: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     model = lf.SequenceToOne(cell, outputs=SYMBOLS)
     optimiser = torch.optim.Adam(model.parameters(), lr=5e-3, fused=True)
-    for _ in range(updates):
-        x, y = shown(delay, 16, generator)
-        optimiser.zero_grad()
-        (model.loss(model(x), y) / 16).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimiser.step()
+    lf.fit(model, lambda i: shown(delay, 16, generator), updates, optimiser=optimiser)
     x, y = shown(delay, 500, generator)
     return float((model(x).argmax(-1) == y).float().mean())
 

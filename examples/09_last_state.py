@@ -54,7 +54,7 @@ class Row:
     moved: dict[int, float]  # the largest change that so much padding makes to an output o
 
 
-def padded(lengths: Tensor, tau: int, back: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def padded(lengths: Tensor, tau: int, back: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Symbols, one-hot, and zeros after each sequence's end; the answer is symbol `back` from there, the last being 1.
 
     With back = 2:
@@ -64,20 +64,19 @@ def padded(lengths: Tensor, tau: int, back: int, generator: torch.Generator) -> 
     symbols = torch.randint(SYMBOLS, (tau, len(lengths)), generator=generator)
     x = torch.nn.functional.one_hot(symbols, SYMBOLS).float()
     x[torch.arange(tau)[:, None] >= lengths] = 0.0
-    return x, symbols[lengths - back, torch.arange(len(lengths))]
+    return x, symbols[lengths - back, torch.arange(len(lengths))], lengths
 
 
 def train(layer: lf.Recurrent, readout: torch.nn.Linear, read: Reading, updates: int, back: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    parameters = [*layer.parameters(), *readout.parameters()]
-    optimiser = torch.optim.Adam(parameters, lr=5e-3, fused=True)
-    for _ in range(updates):
-        lengths = torch.randint(SHORT, LONG + 1, (32,), generator=generator)
-        x, y = padded(lengths, LONG, back, generator)
-        optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(readout(read(layer, x, lengths)), y).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
-        optimiser.step()
+    both = torch.nn.ModuleList([layer, readout])
+    optimiser = torch.optim.Adam(both.parameters(), lr=5e-3, fused=True)
+
+    def loss(both: torch.nn.ModuleList, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(readout(read(layer, x, lengths)), y)
+
+    lengths = (torch.randint(SHORT, LONG + 1, (32,), generator=generator) for _ in range(updates))
+    lf.fit(both, (padded(some, LONG, back, generator) for some in lengths), updates, loss=loss, optimiser=optimiser)
 
 
 def experiment(
@@ -86,8 +85,7 @@ def experiment(
     padding: tuple[int, ...] = (0, 1, 2, 5, 10, 20, 30, 40, 60, 80, 100),
     back: int = 2,
 ) -> list[Row]:
-    lengths = torch.full((500,), 20)
-    x, y = padded(lengths, 20, back, torch.Generator().manual_seed(1))
+    x, y, lengths = padded(torch.full((500,), 20), 20, back, torch.Generator().manual_seed(1))
     rows = []
     for cell in (lf.Elman, lf.GRU):
         for name, (in_training, in_use) in READINGS.items():

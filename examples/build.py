@@ -3,7 +3,7 @@
     python examples/build.py             # all of them
     python examples/build.py --only 3    # one of them; the entries of the others stay as they are
 
-Each script runs as a process of its own. The page is written when all have come to their end, or not at all.
+Each script runs as a process of its own. The page is written when all have finished, or not at all.
 """
 
 import argparse

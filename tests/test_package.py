@@ -26,6 +26,7 @@ PUBLIC = """
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM count_parameters
     Ledger perplexity Options OptionError preset Run RunError train resume open_run Watcher Terminal Stopped Diverged
+    fit Fit
     Beam generate hidden_states HiddenStates Tracked Row compare write_report
 """
 

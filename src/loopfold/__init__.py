@@ -23,6 +23,7 @@ The modules in the order in which data flows; each imports only from those above
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
     training         options, the run folder, those who watch, the loop
+    fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track
     comparison       a run beside its baselines

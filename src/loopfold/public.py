@@ -28,6 +28,7 @@ from loopfold.feeding import (
     Soft,
     TeacherForcing,
 )
+from loopfold.fitting import Fit, fit
 from loopfold.generation import Beam, generate
 from loopfold.gradients import GradientFlow, StepGradients, gradient_flow, per_step_gradients
 from loopfold.language.base import Context, LanguageModel, Next, Scored, count_parameters
@@ -94,6 +95,7 @@ __all__ = [
     "Engine",
     "EngineWarning",
     "Feeding",
+    "Fit",
     "FreeRunning",
     "FusedCPU",
     "GRU",
@@ -158,6 +160,7 @@ __all__ = [
     "count_parameters",
     "draw",
     "eigenvalues",
+    "fit",
     "from_torch",
     "generate",
     "gradient_flow",
