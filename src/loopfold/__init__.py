@@ -2,6 +2,7 @@
 
 The modules in the order in which data flows; each imports only from those above it.
 
+    errors           errors that the user can mend, in words for Python and for the command line
     files            a file is written as a whole or not at all
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     states           the state as a tree of tensors, and the zeros that a step starts from

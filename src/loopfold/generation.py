@@ -56,7 +56,7 @@ def generate(
     pieces: list[str] = []
     text = vocabulary.stream()
     with evaluating(model):
-        ids = prompt_ids(vocabulary, prompt)
+        ids = vocabulary.beginning(prompt)
         for token in ids.tolist():
             text(token)
         context = _read(model, ids)
@@ -69,13 +69,6 @@ def generate(
             pieces.append(text(token))
             show(pieces[-1])
     return "".join(pieces)
-
-
-def prompt_ids(vocabulary: Vocabulary, prompt: str) -> Tensor:
-    """The tokens of a prompt. A line that is not at its end yet has no `<eos>`."""
-    ids = vocabulary.encode(prompt).ids
-    open_line = vocabulary.end is not None and prompt and not prompt.endswith("\n")
-    return ids[:-1] if open_line else ids
 
 
 def _read(model: LanguageModel, ids: Tensor) -> Context:

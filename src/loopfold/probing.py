@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.evaluation import evaluating
-from loopfold.generation import prompt_ids
 from loopfold.language.recurrent import RecurrentLM, as_language_model
 from loopfold.recurrent import RecurrentLayer, Stacked
 from loopfold.states import State, leaves
@@ -186,7 +185,7 @@ def hidden_states(model: nn.Module, vocabulary: Vocabulary, text: str, *, layer:
         )
     if reader.vocabulary_size != vocabulary.size:
         raise ValueError(f"the model knows {reader.vocabulary_size} tokens, the vocabulary has {vocabulary.size}.")
-    ids = prompt_ids(vocabulary, text)
+    ids = vocabulary.beginning(text)
     if not len(ids):
         raise ValueError("the text has no tokens, so there are no states after them: give a longer text.")
     with evaluating(reader):

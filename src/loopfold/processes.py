@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loopfold.errors import Mendable
 from loopfold.states import State, map_state
 
 
-class ProcessLost(RuntimeError):
+class ProcessLost(Mendable, RuntimeError):
     """Another process of the run has died, or cannot be reached."""
 
 

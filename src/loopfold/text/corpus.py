@@ -15,12 +15,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TextIO
 
+from loopfold.errors import Mendable
+
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
 _STDIN = "standard input"
 
 
-class CorpusError(ValueError):
+class CorpusError(Mendable, ValueError):
     """Text that cannot be used; the message says why, and what to do."""
 
 

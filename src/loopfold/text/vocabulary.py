@@ -52,6 +52,11 @@ class Vocabulary(ABC):
     def encode(self, text: str) -> Tokens:
         """The tokens of a text."""
 
+    def beginning(self, text: str) -> Tensor:
+        """The tokens of a text that goes on `[n]`: a line that is not at its end yet has no `<eos>`."""
+        ids = self.encode(text).ids
+        return ids[:-1] if self.end is not None and text and not text.endswith("\n") else ids
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens."""
