@@ -60,7 +60,7 @@ def evaluate(
 
 
 def _describe(ledger: "Ledger", text: str, window: int) -> str:
-    state = "carried through the whole text" if ledger.carried else f"begun anew every {window} tokens"
+    state = "carried through the whole text" if ledger.carried else f"started again every {window} tokens"
     lines = [
         ("text", text),
         ("tokens scored", f"{ledger.tokens:,} ({ledger.unit}s), {ledger.unknown or 0:,} of them unknown"),

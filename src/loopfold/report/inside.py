@@ -28,7 +28,7 @@ STEPS = (*range(1, 9), 100)  # of the unfolded graphs; of the last, the middle i
 FIRST = 3  # the one that is shown first
 FLOW = 64  # steps over which gradients are followed
 UNITS = 32  # rows of the map of hidden states
-NO_NUMBER = -32768  # stands for a value that is no finite number; all others are from -32767 to 32767
+NO_NUMBER = -32768  # stands for a value that is not a finite number; all others are from -32767 to 32767
 
 
 def inside(subject: Subject) -> list[Section]:

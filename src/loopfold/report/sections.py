@@ -36,7 +36,7 @@ def summary(subject: Subject) -> str:
     what = "A recurrent network" if run.options.model == "recurrent" else "A network without recurrence"
     layers = f"{run.options.layers} layers of " if run.options.layers > 1 else ""
     sentence = (
-        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learnt to predict the next "
+        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learned to predict the next "
         f"{unit} from {run.config['corpus']['tokens']:,} {unit}s of {escape(subject.corpus.name)}. It knows "
         f"{run.vocabulary.size:,} different {unit}s."
     )

@@ -9,8 +9,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 METRICS = "metrics.jsonl"
-FIXED = ("config.json", "vocabulary.json")  # never change
-SOMETIMES = ("cell.py", "stdin.txt")  # nor do these
+FIXED = ("config.json", "vocabulary.json")  # these never change
+SOMETIMES = ("cell.py", "stdin.txt")  # these neither, where a run has them
 _TENSORS = {kind: re.compile(kind + r"-[0-9]{1,19}\.safetensors") for kind in ("weights", "state")}
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -19,7 +19,7 @@ def from_json(data: bytes) -> dict[str, Any]:
     """The object in a file."""
     try:
         found = json.loads(data)
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is not text
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from error
     return mapping(found, "it")
@@ -59,23 +59,25 @@ def _words(kind: Any) -> str:
         return " or ".join(map(_words, get_args(kind)))
     if get_origin(kind) is tuple:
         return {"text": "texts", "a number": "numbers"}[_words(get_args(kind)[0])]
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}.get(
-        kind, "nothing"
-    )
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
+    return words.get(kind, "nothing")
 
 
 def shown(value: Any) -> str:
+    """A value in a message: not too long, whatever it is."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "one of more than 64 bits"
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
 def mapping(data: Any, what: str) -> dict[str, Any]:
+    """An object of JSON, if it is one."""
     if not isinstance(data, dict):
         raise ValueError(f"{what} must be an object; got {shown(data)}")
     return data
 
 
 def value_of(data: Mapping[str, Any], name: str, kind: Any, least: float = -math.inf) -> Any:
+    """A member of an object, if it is there and of its kind."""
     if name not in data:
         raise ValueError(f"{name} is missing")
     value = data[name]

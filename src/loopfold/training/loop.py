@@ -63,10 +63,10 @@ class Progress:
             progress = Progress(**folder.checkpoint["progress"])
             check_fields(progress)
             if min(progress.step, progress.tokens, progress.misses) < 0 or not 0 <= progress.seconds < math.inf:
-                raise ValueError("a count is below 0, or the time is no number")
+                raise ValueError("a count is below 0, or the time is not a number")
         except (TypeError, ValueError) as error:
             raise RunError(
-                f"{folder.path / 'checkpoint.json'} is damaged: its progress cannot be ({error})."
+                f"{folder.path / 'checkpoint.json'} is damaged: its progress is impossible ({error})."
             ) from error
         return progress
 

@@ -54,7 +54,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
 
 @contextmanager
 def _mendable(*hint: object) -> Iterator[None]:
-    """What cannot be built from options is for whoever chose them to mend."""
+    """What cannot be built from options is an error of the options."""
     try:
         yield
     except OptionError:

@@ -22,7 +22,7 @@ class Plan:
     steps: int
     steps_per_epoch: int
     tokens_per_epoch: int
-    begin: int  # the step from which a run goes on
+    begin: int  # the step to go on from
 
 
 class Watcher(ABC):
