@@ -1,5 +1,6 @@
 """The commands, as they are typed: what they print, what they leave behind, and what they say to bad input."""
 
+import ast
 import io
 import json
 import math
@@ -440,6 +441,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "a taken name": (("train", "text.txt", "--out", "folder"), "folder exists already: .*, or remove it"),
     "below a file": (("train", "text.txt", "--out", "text.txt/new"), "text.txt/new cannot be written: Not a directory"),
     "resume with flags": (("train", "--resume", "run", "--layers", 2, "--epochs", 3), "leave out --layers, --epochs"),
+    "resume untied": (("train", "--resume", "run", "--no-tied", "--one-hot"), "leave out --one-hot, --no-tied"),
     "resume with a preset": (("train", "--resume", "run", "--preset", "quick"), "leave out --preset"),
     "resume with a text": (("train", "text.txt", "--resume", "run"), "leave out TEXT"),
     "resume into": (("train", "--resume", "run", "--out", "new"), "leave out --out"),
@@ -450,6 +452,10 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "evaluate no file": (("evaluate", "run", "none.txt"), "there is no file none.txt"),
     "evaluate no text": (("evaluate", "run", "empty.txt"), "empty.txt is empty"),
     "evaluate no input": (("evaluate", "run", "-"), "standard input is empty"),
+    "draw more than the text": (
+        ("draw", "run", "--steps", 5000, "--gradients"),
+        "held-out text has only [0-9]+ steps; got --steps 5000",
+    ),
     "compare nothing": (("compare", "run", "none"), "there is no run folder none"),
     "compare no part": (("compare", "run", "--on", "train"), "there is no part 'train'; choose from test, valid"),
     "generate from nothing": (("generate", "none"), "there is no run folder none"),
@@ -591,6 +597,16 @@ def test_the_exit_code_of_a_process(here: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "loopfold: there is no file txt.txt. Did you mean text.txt?\n"
+
+
+def test_messages_of_the_library_name_no_flags() -> None:
+    """They name arguments of Python; the command line spells them as flags."""
+    root = Path(cli.__file__).parent.parent
+    for path in root.rglob("*.py"):
+        if path.parent.name != "cli":
+            texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            named = [text for text in texts if isinstance(text, str) and re.search(r"--(?!lf-)[a-z]", text)]
+            assert [text for text in named if "`loopfold --help`" not in text] == [], path
 
 
 def test_a_fault_of_ours_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

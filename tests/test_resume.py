@@ -674,7 +674,8 @@ def test_the_command_names_what_is_damaged(
         cli.main()
     assert end.value.code == 2
     assert capsys.readouterr().err == (
-        f"loopfold: {copy}/state-5.safetensors is damaged or was altered: its SHA-256 is not the one noted.\n"
+        f"loopfold: {copy}/state-5.safetensors is damaged or was altered: "
+        "its SHA-256 is not the one in checkpoint.json.\n"
     )
 
 

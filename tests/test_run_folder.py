@@ -490,7 +490,9 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(kind: str, run: Pat
         else:
             (run / name).mkdir()
         for use in all_uses(run)[0 if name != "comparison.json" else 2 :]:
-            with pytest.raises(RunError, match=rf"{run / name} cannot be read: it is (no plain file|a symbolic link)"):
+            with pytest.raises(
+                RunError, match=rf"{run / name} cannot be read: it is (not a plain file|a symbolic link)"
+            ):
                 use()
         (run / name).rmdir() if kind == "a folder" else (run / name).unlink()
         (run / "kept").rename(run / name)

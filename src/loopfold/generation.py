@@ -16,7 +16,7 @@ from loopfold.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Beam:
-    """Search for a likely text as a whole: the `width` likeliest beginnings are kept and all their ways on compared."""
+    """Search for a likely text as a whole: of all continuations, keep the `width` likeliest at each step."""
 
     width: int = 5
 
@@ -77,7 +77,7 @@ def _read(model: LanguageModel, ids: Tensor) -> Context:
 
 
 def _next(model: LanguageModel, context: Context, unknown: int | None) -> Next:
-    """What may follow, less what stands for unknown things."""
+    """What may follow, without what stands for unknown things."""
     log_p, memory = model.next(context)
     if unknown is not None:
         log_p = log_p.index_fill(1, torch.tensor(unknown, device=log_p.device), -torch.inf)

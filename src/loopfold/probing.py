@@ -1,4 +1,4 @@
-"""What hidden units do over a text: every state, and the unit that goes with brackets, quotes or the line best."""
+"""What hidden units do over a text: every state, and the unit that best tracks brackets, quotes or the line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ FEATURES: dict[str, Feature] = {
 
 @dataclass(frozen=True)
 class Tracked:
-    """The unit that goes with a feature best, and Pearson's correlation of the two over all steps."""
+    """The unit that tracks a feature best, and Pearson's correlation of the two over all steps."""
 
     feature: str
     unit: int
@@ -151,14 +151,14 @@ class HiddenStates:
             if numbers.shape != (len(self.pieces),):
                 raise ValueError(
                     f"{name} has shape {tuple(numbers.shape)}; the text has {len(self.pieces)} tokens, so a list of "
-                    f"{len(self.pieces)} numbers was needed."
+                    f"{len(self.pieces)} numbers is needed."
                 )
             return numbers
         numbers = torch.as_tensor(feature(self.text), dtype=torch.float64)
         if numbers.shape != (len(self.text),):
             raise ValueError(
                 f"{name} gave numbers of shape {tuple(numbers.shape)}; the text has {len(self.text)} characters, so "
-                f"a list of {len(self.text)} was needed."
+                f"a list of {len(self.text)} is needed."
             )
         ends = torch.tensor([*accumulate(map(len, self.pieces))])
         return numbers[(ends - 1).clamp(min=0)] if len(numbers) else torch.zeros(len(self.pieces))

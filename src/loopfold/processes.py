@@ -60,7 +60,7 @@ class Processes:
         return torch.cat(parts)
 
     def share(self, state: State) -> State:
-        """This process's part of what `gather` gives."""
+        """This process's part of a state that `gather` made."""
         return map_state(lambda leaf: leaf.chunk(self.count)[self.rank], state)
 
 

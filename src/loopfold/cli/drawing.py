@@ -90,10 +90,16 @@ def draw(
 
 def _of_run(path: Path, steps: int | None, trust: bool) -> "tuple[nn.Module, Tensor | None]":
     """The model of a run, and tokens for `steps` steps of its own held-out text."""
+    from loopfold.errors import OptionError
     from loopfold.training.run import open_run
 
     run = open_run(path, trust=trust)
-    return run.model, None if steps is None or steps < 1 else run.passages(steps)[1]
+    if steps is None or steps < 1:
+        return run.model, None
+    _, y = run.passages(steps)
+    if len(y) < steps:
+        raise OptionError(f"the run's held-out text has only {len(y)} steps; got --steps {steps}.")
+    return run.model, y
 
 
 def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -> "nn.Module":

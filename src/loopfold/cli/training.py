@@ -79,8 +79,10 @@ def train(
     """Train a language model on text, into a run folder. Stop it when you like: --resume goes on, bit for bit."""
     changes = {name: value for name, value in options.items() if value is not None}
     if resume is not None:
-        given = {"TEXT": text, "--out": out, "--preset": preset_name} | {flag(name): 1 for name in changes}
-        if unwanted := [name for name, value in given.items() if value]:
+        given = {"TEXT": text, "--out": out, "--preset": preset_name}
+        unwanted = [name for name, value in given.items() if value]
+        unwanted += [flag(name, value if isinstance(value, bool) else None) for name, value in changes.items()]
+        if unwanted:
             raise OptionError(f"--resume goes on with the options that the run has; leave out {', '.join(unwanted)}.")
     elif trust:
         raise OptionError("--trust goes with --resume: a cell of your own, given with --cell, is yours already.")

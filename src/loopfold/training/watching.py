@@ -26,7 +26,7 @@ class Plan:
 
 
 class Watcher(ABC):
-    """Is told what happens. Open while the run goes on: `with watcher: …`."""
+    """Is told what happens in a run, and is open during it: `with watcher: …`."""
 
     @abstractmethod
     def begin(self, plan: Plan) -> None: ...
