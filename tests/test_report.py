@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -25,6 +26,8 @@ from loopfold.report.page import report_page, write_report
 from loopfold.report.sections import the_samples
 from loopfold.report.subject import Subject
 from loopfold.stepgraph.trace import trace
+from loopfold.training.folder import RunFolder
+from loopfold.training.table import Comparison, baselines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOID = {"meta", "link", "img", "input", "br"}
@@ -387,6 +390,23 @@ def test_the_table_of_a_comparison_is_used_if_it_is_of_the_run_as_it_is(about: S
     path.write_text(json.dumps({"on": "test", "rows": [{"name": "gru 8"}]}))
     with pytest.raises(lf.RunError, match=r"comparison.json is damaged .* type loopfold compare"):
         _ = Subject(about.run).table
+
+
+def test_a_comparison_is_read_as_it_was_written(about: Subject) -> None:
+    folder = RunFolder(about.run.path)
+    assert Comparison.read(folder) is None
+    rows = lf.compare([about.run], neural=False)
+    never = replace(rows[-1].ledger, nll=math.nan)  # JSON does not tell it from ∞
+    Comparison("test", [*rows, replace(rows[-1], name="diverged", tokens_per_second=math.nan, ledger=never)]).write(
+        folder
+    )
+    found = Comparison.read(folder)
+    assert found is not None
+    assert (found.on, found.rows[:-1]) == ("test", rows)
+    assert found.rows[-1].ledger.perplexity == math.inf
+    assert math.isnan(found.rows[-1].tokens_per_second)
+    best = min(rows[1:-1], key=lambda row: row.ledger.nll)
+    assert [*baselines(found.rows)] == [best.name, "gru 8"]
 
 
 def test_a_large_text_is_left_to_compare(about: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ The modules in the order in which data flows; each imports only from those above
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
-    training         options, the run folder, those who watch, the loop
+    training         options, cells, making; contents and folder (a run on disk), checkpoint, table, run, watching, loop
     generation       sampling and beam search
     probing          hidden states over a text, and what units track
     comparison       a run beside its baselines
