@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.states import detached
-from loopfold.training.options import make_model
+from loopfold.training.making import make_model
 
 V, N, STREAMS, WINDOW = 66, 256, 32, 64
 TORCH = {"elman": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}

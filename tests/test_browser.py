@@ -113,7 +113,7 @@ def number(text: str) -> float:
 def point(tab: "Page", row: int, column: int) -> dict[str, float]:
     """Where on the map of hidden states a cell is."""
     size = tab.locator("#states-map").evaluate("c => [c.offsetWidth, c.offsetHeight]")
-    rows, columns = 8, len(Subject(hostile()[0]).ids)
+    rows, columns = 8, len(Subject(hostile()[0]).tokens[1])
     return {"x": (column + 0.5) * size[0] / columns, "y": (row + 0.5) * (size[1] - 22) / rows}
 
 
@@ -155,7 +155,7 @@ def test_the_map_of_hidden_states_by_keyboard(tab: "Page") -> None:
     canvas.press("ArrowUp")  # an edge is an edge
     assert readout.inner_text().startswith("unit 0 at character 1, ")
     canvas.press("End")
-    last = len(Subject(hostile()[0]).ids)
+    last = len(Subject(hostile()[0]).tokens[1])
     assert readout.inner_text().startswith(f"unit 0 at character {last}, ")
     assert canvas.evaluate("c => c.parentElement.scrollLeft") > 0 or last < 80
     canvas.press("Enter")

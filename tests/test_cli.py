@@ -1,5 +1,6 @@
 """The commands, as they are typed: what they print, what they leave behind, and what they say to bad input."""
 
+import ast
 import io
 import json
 import math
@@ -21,7 +22,9 @@ from typer.testing import CliRunner
 import loopfold as lf
 from loopfold import cli, comparison
 from loopfold.text.vocabulary import Characters
+from loopfold.training.cells import CELLS as CELL_NAMES
 from loopfold.training.loop import open_run
+from loopfold.training.run import Run
 from loopfold.training.watching import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,13 +127,17 @@ def test_help_shows_an_example(command: str) -> None:
         assert f"loopfold {command} " in shown.output.split("Example")[1]
 
 
-def test_help_names_every_command_and_starts_without_torch() -> None:
-    """So that it comes at once."""
+@pytest.mark.parametrize("command", [[], ["train"]], ids=str)
+def test_help_starts_without_torch(command: list[str]) -> None:
+    """So that it comes at once; and that of all commands names each."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "loopfold", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-m", "loopfold", *command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert {"train", "evaluate", "compare", "generate"} <= {*COMMANDS}
-    assert {*COMMANDS} <= {*re.findall(r"\w+", done.stdout)}
+    assert command or {*COMMANDS} <= {*re.findall(r"\w+", done.stdout)}
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "loopfold.cli" in imported
     assert not {"torch", "numpy", "safetensors", "tokenizers"} & imported
@@ -139,13 +146,23 @@ def test_help_names_every_command_and_starts_without_torch() -> None:
 def test_every_option_of_a_run_has_a_flag_and_every_preset_is_in_the_help() -> None:
     from dataclasses import fields
 
-    from loopfold.training.options import CELLS, MODELS, PRESETS, UNITS, Options
+    from loopfold.training.options import PRESETS, Options, preset
 
     shown = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "300"}).output
-    for field in fields(Options):
-        assert field.name == "sources" or f"--{field.name.replace('_', '-')}" in shown, field.name
-    for name in (*PRESETS, *CELLS, *UNITS, *MODELS):
-        assert re.search(rf"\b{name}\b", shown), name
+    for option in fields(Options):
+        flag = option.name.replace("_", "-")
+        assert option.name == "sources" or f"--{flag}" in shown, option.name
+        for name in option.metadata["limits"] if isinstance(option.metadata["limits"], tuple) else ():
+            assert re.search(rf"\b{name}\b", shown), name
+        needed = getattr(preset("quick"), option.name)
+        if isinstance(needed, int | float) and not isinstance(needed, bool):
+            assert re.search(rf"--{flag} .*default: {needed}\b", shown), option.name
+    assert all(re.search(rf"\b{name}\b", shown) for name in PRESETS)
+
+
+def test_an_unknown_cell_is_told_all_that_there_are(here: Path) -> None:
+    said = loopfold("train", "text.txt", *NEW, "--cell", "lsmt").err
+    assert said == f"loopfold: there is no cell 'lsmt'; choose from {', '.join(CELL_NAMES)}. Did you mean 'lstm'?\n"
 
 
 # ------------------------------------------------------------------ the way of a run
@@ -251,7 +268,7 @@ def test_streams_and_window_change_nothing_unless_cold(here: Path) -> None:
     assert cold["carried"] is False
     assert cold["nll"] > carried * 1.01
     assert evaluated("run", "--cold", "--window", 10**6)["nll"] == pytest.approx(carried, rel=1e-6)
-    assert "begun anew every 5 tokens" in worked("evaluate", "run", "--cold", "--window", 5)
+    assert "started again every 5 tokens" in worked("evaluate", "run", "--cold", "--window", 5)
 
 
 def test_evaluate_another_text_from_files_or_standard_input(here: Path) -> None:
@@ -392,7 +409,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "another class": (("train", "text.txt", *NEW, "--cell", "cells.py:A"), "no class 'A'; it has Works, Fails, Stumb"),
     "a cell that fails": (("train", "text.txt", *NEW, "--cell", "cells.py:Fails"), "could not be made .*: out of luck"),
     "a step that fails": (("train", "text.txt", *NEW, "--cell", "cells.py:Stumbles"), "no attribute 'missing'"),
-    "a cell that is no Python": (("train", "text.txt", *NEW, "--cell", "text.txt:A"), "text.txt is no Python file"),
+    "a cell that is no Python": (("train", "text.txt", *NEW, "--cell", "text.txt:A"), "text.txt is not a Python file"),
     "unknown preset": (("train", "text.txt", *NEW, "--preset", "quik"), "no preset 'quik'; .* Did you mean 'quick'?"),
     "unknown unit": (("train", "text.txt", *NEW, "--unit", "word"), "no unit 'word'; .* Did you mean 'words'?"),
     "unknown model": (("train", "text.txt", *NEW, "--model", "windw"), "no model 'windw'; .* Did you mean 'window'?"),
@@ -400,37 +417,45 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "unknown schedule": (("train", "text.txt", *NEW, "--schedule", "cos"), "Did you mean 'cosine'?|choose from"),
     "two shares": (
         ("train", "text.txt", *NEW, "--split", "90/10"),
-        "--split takes shares .* such as 90/5/5, or 90/10/0; '90/10'",
+        "--split needs shares .* such as 90/5/5 or 90/10/0; got '90/10'",
     ),
-    "no numbers": (("train", "text.txt", *NEW, "--split", "most"), "--split takes shares .*; 'most' came"),
+    "no numbers": (("train", "text.txt", *NEW, "--split", "most"), "--split needs shares .*; got 'most'"),
     "no training": (("train", "text.txt", *NEW, "--split", "0/1/1"), "the first above 0, such as 90, 5, 5"),
-    "a size of 0": (("train", "text.txt", *NEW, "--hidden-size", 0), "hidden_size must be at least 1; 0 came"),
-    "a rate that is no number": (("train", "text.txt", *NEW, "--learning-rate", "nan"), "learning_rate must be above"),
-    "a seed too large": (("train", "text.txt", *NEW, "--seed", 2**64), "seed must be from 0 to"),
+    "a size of 0": (("train", "text.txt", *NEW, "--hidden-size", 0), "--hidden-size must be at least 1; got 0"),
+    "a rate that is no number": (
+        ("train", "text.txt", *NEW, "--learning-rate", "nan"),
+        "--learning-rate must be above",
+    ),
+    "a seed too large": (("train", "text.txt", *NEW, "--seed", 2**64), "--seed must be from 0 to"),
     "tied one-hot vectors": (("train", "text.txt", *NEW, "--tied", "--one-hot"), "no table to tie the readout to"),
     "few words": (("train", "text.txt", *NEW, "--unit", "words", "--vocabulary-size", 2), "max_size of 3 or more"),
     "few subwords": (("train", "text.txt", *NEW, "--unit", "subwords", "--vocabulary-size", 9), "size of 256 or more"),
     "a device of no kind": (
         ("train", "text.txt", *NEW, "--device", "gpu"),
-        "device 'gpu' cannot be used: .*Type --dev",
+        "device 'gpu' cannot be used: .*Use --device cpu",
     ),
     "a taken folder": (
         ("train", "text.txt", "--out", "run"),
-        "run is there already: choose another --out, or --resume",
+        "run exists already: choose another --out, or --resume it",
     ),
-    "a taken name": (("train", "text.txt", "--out", "folder"), "folder is there already: .*, or remove it"),
+    "a taken name": (("train", "text.txt", "--out", "folder"), "folder exists already: .*, or remove it"),
     "below a file": (("train", "text.txt", "--out", "text.txt/new"), "text.txt/new cannot be written: Not a directory"),
     "resume with flags": (("train", "--resume", "run", "--layers", 2, "--epochs", 3), "leave out --layers, --epochs"),
+    "resume untied": (("train", "--resume", "run", "--no-tied", "--one-hot"), "leave out --one-hot, --no-tied"),
     "resume with a preset": (("train", "--resume", "run", "--preset", "quick"), "leave out --preset"),
     "resume with a text": (("train", "text.txt", "--resume", "run"), "leave out TEXT"),
     "resume into": (("train", "--resume", "run", "--out", "new"), "leave out --out"),
     "resume nothing": (("train", "--resume", "none"), "there is no run folder none"),
-    "resume no run": (("train", "--resume", "folder"), "folder is no run folder: it has no config.json"),
+    "resume no run": (("train", "--resume", "folder"), "folder is not a run folder: it has no config.json"),
     "evaluate nothing": (("evaluate", "none"), "there is no run folder none"),
     "evaluate no part": (("evaluate", "run", "--on", "tests"), "no part 'tests'; .* Did you mean 'test'?"),
     "evaluate no file": (("evaluate", "run", "none.txt"), "there is no file none.txt"),
     "evaluate no text": (("evaluate", "run", "empty.txt"), "empty.txt is empty"),
     "evaluate no input": (("evaluate", "run", "-"), "standard input is empty"),
+    "draw more than the text": (
+        ("draw", "run", "--steps", 5000, "--gradients"),
+        "held-out text has only [0-9]+ steps; got --steps 5000",
+    ),
     "compare nothing": (("compare", "run", "none"), "there is no run folder none"),
     "compare no part": (("compare", "run", "--on", "train"), "there is no part 'train'; choose from test, valid"),
     "generate from nothing": (("generate", "none"), "there is no run folder none"),
@@ -455,7 +480,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(name: str, here: Path) -> 
 @pytest.mark.parametrize("arguments", [("train", "text.txt", *NEW), ("generate", "run")], ids=lambda a: str(a[0]))
 def test_a_gpu_that_is_not_there(arguments: tuple[str, ...], here: Path) -> None:
     before = everything(here)
-    refused(r"device 'cuda' cannot be used: .+\. Type --device cpu\.", *arguments, "--device", "cuda")
+    refused(r"device 'cuda' cannot be used: .+\. Use --device cpu\.", *arguments, "--device", "cuda")
     assert everything(here) == before
 
 
@@ -493,7 +518,7 @@ def test_a_run_folder_that_cannot_be_used(arguments: tuple[str, ...], here: Path
             "run/config.json is damaged or was",
         ),
         (lambda run: (run / "config.json").write_text("{"), "run/config.json is damaged: it is not JSON"),
-        (lambda run: (run / "config.json").unlink(), "run is no run folder: it has no config.json"),
+        (lambda run: (run / "config.json").unlink(), "run is not a run folder: it has no config.json"),
         (lambda run: (run / vocabulary).unlink(), "run is not complete: vocabulary.json is missing"),
         (lambda run: next(run.glob("weights-*")).unlink(), r"run is not complete: weights-\d+.safetensors is missing"),
         (lambda run: os.truncate(next(run.glob("state-*")), 9), r"run/state-\d+.safetensors is damaged or was altered"),
@@ -574,9 +599,20 @@ def test_the_exit_code_of_a_process(here: Path) -> None:
     assert done.stderr == "loopfold: there is no file txt.txt. Did you mean text.txt?\n"
 
 
+def test_messages_of_the_library_name_no_flags() -> None:
+    """They name arguments of Python; the command line spells them as flags."""
+    root = Path(cli.__file__).parent.parent
+    for path in root.rglob("*.py"):
+        if path.parent.name != "cli":
+            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            documentation = [node.value for node in nodes if isinstance(node, ast.Expr)]
+            texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in documentation]
+            assert not [text for text in texts if re.search(r"--(?!lf-)[a-z]", str(text))], path
+
+
 def test_a_fault_of_ours_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence is for what a user can mend; the rest keeps its traceback."""
-    monkeypatch.setattr(comparison, "held_out", lambda *_: 1 / 0)
+    monkeypatch.setattr(Run, "tokens", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loopfold("evaluate", "run")
 

@@ -239,6 +239,6 @@ def test_a_folder_that_is_named_by_default_is_the_same_for_both(
 def test_what_the_first_process_refuses_ends_the_other_too(text: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     first, second = ends(pair(*command(options_of(text), tmp_path)))
-    assert first == (2, "", f"loopfold: {tmp_path} is there already: choose another --out, or remove it.\n")
+    assert first == (2, "", f"loopfold: {tmp_path} exists already: choose another --out, or remove it.\n")
     assert second == (1, "", GONE.format(path=tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import loopfold as lf
-from loopfold.generation import prompt_ids
 from loopfold.language.base import Context, LanguageModel, Next, Scored
 from loopfold.language.recurrent import recurrent_lm
 
@@ -347,8 +346,8 @@ def test_the_pieces_that_are_shown_make_up_the_text(name: str) -> None:
             came = lf.generate(model, vocabulary, prompt, length, pick, pieces.append)
             assert "".join(pieces) == came
             assert len(pieces) == length
-        ids = written_out(model, prompt_ids(vocabulary, prompt).tolist(), length, vocabulary.unknown)
-        whole = vocabulary.decode([*prompt_ids(vocabulary, prompt).tolist(), *ids])
+        ids = written_out(model, vocabulary.beginning(prompt).tolist(), length, vocabulary.unknown)
+        whole = vocabulary.decode([*vocabulary.beginning(prompt).tolist(), *ids])
         came = lf.generate(model, vocabulary, prompt, length, lf.Greedy())
         assert prompt + came == whole.rstrip("\N{REPLACEMENT CHARACTER}")  # a character may not be whole yet
 
@@ -362,12 +361,12 @@ def test_a_text_that_is_known_by_heart_goes_on() -> None:
 def test_a_line_that_is_not_at_its_end_has_no_end() -> None:
     vocabulary = lf.Words(("be", "to"))
     eos, be, to = 1, 2, 3
-    assert prompt_ids(vocabulary, "").tolist() == []
-    assert prompt_ids(vocabulary, "to be").tolist() == [to, be]
-    assert prompt_ids(vocabulary, "to be\n").tolist() == [to, be, eos]
-    assert prompt_ids(vocabulary, "to be\nbe").tolist() == [to, be, eos, be]
-    assert prompt_ids(vocabulary, "\n").tolist() == [eos]
-    assert prompt_ids(LETTERS, "ab").tolist() == LETTERS.encode("ab").ids.tolist()
+    assert vocabulary.beginning("").tolist() == []
+    assert vocabulary.beginning("to be").tolist() == [to, be]
+    assert vocabulary.beginning("to be\n").tolist() == [to, be, eos]
+    assert vocabulary.beginning("to be\nbe").tolist() == [to, be, eos, be]
+    assert vocabulary.beginning("\n").tolist() == [eos]
+    assert LETTERS.beginning("ab").tolist() == LETTERS.encode("ab").ids.tolist()
     model = lf.NGramLM(vocabulary.encode("to be\n" * 9).ids, vocabulary.size, 3)
     assert lf.generate(model, vocabulary, "to be", 1, lf.Greedy()) == "\n"
     assert lf.generate(model, vocabulary, "to be\n", 2, lf.Greedy()) == "to be"

@@ -271,7 +271,7 @@ def test_a_text_that_is_no_file_is_not_waited_for(run: Path, tmp_path: Path) -> 
     config["options"]["sources"] = ["/dev/zero"]
     put(path, "config.json", config)
     for again in (lambda: open_run(path).corpus(), lambda: lf.resume(path)):
-        with pytest.raises(RunError, match=rf"^the text of {path} is /dev/zero, which is no file"):
+        with pytest.raises(RunError, match=rf"^the text of {path} is /dev/zero, which is not a file"):
             again()
 
 

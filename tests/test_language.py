@@ -409,7 +409,7 @@ def test_a_language_model_has_a_distribution_at_every_step(network: nn.Module) -
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="one-hot vectors have no table to tie the readout to"):
         recurrent_lm(SIZE, [lf.GRU(SIZE, SIZE)], None, tied=True)
-    with pytest.raises(ValueError, match="tied weights need an embedding of the hidden size, 4; 5 came"):
+    with pytest.raises(ValueError, match="tied weights need an embedding of the hidden size, 4; got 5"):
         recurrent_lm(SIZE, [lf.GRU(5, 5), lf.GRU(5, 4)], 5, tied=True)
     with pytest.raises(ValueError, match="vocabulary_size as a whole number of at least 1; 0 came"):
         recurrent_lm(0, [lf.GRU(3, 5)], 3)
@@ -434,5 +434,5 @@ def test_what_is_taken_for_a_language_model() -> None:
         assert isinstance(taken, lf.RecurrentLM)
         assert taken.network is network
         assert (taken.training, network.training, network.recurrent.training) == (training, training, training)
-    with pytest.raises(TypeError, match=r"a Linear is no language model.*lf\.SequenceToSequence"):
+    with pytest.raises(TypeError, match=r"a Linear is not a language model.*lf\.SequenceToSequence"):
         as_language_model(nn.Linear(3, 3))

@@ -280,19 +280,19 @@ TEXT = torch.tensor([0, 1, 2])
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((TEXT, 3, -1), ValueError, "order as a whole number of at least 0; -1 came"),
-        ((TEXT, 3, 2.0), ValueError, "order as a whole number of at least 0; 2.0 came"),
+        ((TEXT, 3, -1), ValueError, "order as a whole number of at least 0; got -1"),
+        ((TEXT, 3, 2.0), ValueError, "order as a whole number of at least 0; got 2.0"),
         ((TEXT, 3, True), ValueError, "order as a whole number"),
         ((TEXT, 0, 2), ValueError, "vocabulary_size as a whole number"),
-        (([0, 1], 3, 2), TypeError, r"a list came. Type torch.as_tensor\(tokens\)"),
-        ((TEXT.float(), 3, 2), TypeError, r"torch.float32 came. Type tokens.long\(\)"),
+        (([0, 1], 3, 2), TypeError, r"got a list. Type torch.as_tensor\(tokens\)"),
+        ((TEXT.float(), 3, 2), TypeError, r"got torch.float32. Type tokens.long\(\)"),
         ((TEXT[:0], 3, 2), ValueError, "at least one token"),
-        ((TEXT[None], 3, 2), ValueError, r"\(1, 3\) came"),
+        ((TEXT[None], 3, 2), ValueError, r"got \(1, 3\)"),
         ((TEXT, 2, 2), ValueError, "tokens run from 0 to 2; a vocabulary of 2 needs 0 to 1"),
         ((TEXT - 1, 3, 2), ValueError, "tokens run from -1 to 1"),
-        ((TEXT, 3, 2, 3), ValueError, "boundary as a token from 0 to 2, or None; 3 came"),
-        ((TEXT, 3, 2, True), ValueError, "boundary as a token from 0 to 2, or None; True came"),
-        ((TEXT, 3, 2, "<eos>"), ValueError, "boundary as a token from 0 to 2, or None; '<eos>' came"),
+        ((TEXT, 3, 2, 3), ValueError, "boundary as a token from 0 to 2, or None; got 3"),
+        ((TEXT, 3, 2, True), ValueError, "boundary as a token from 0 to 2, or None; got True"),
+        ((TEXT, 3, 2, "<eos>"), ValueError, "boundary as a token from 0 to 2, or None; got '<eos>'"),
     ],
 )
 def test_bad_texts(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:
@@ -303,9 +303,9 @@ def test_bad_texts(arguments: tuple[object, ...], error: type[Exception], messag
 def test_bad_blocks() -> None:
     model = NGramLM(TEXT, 3, order=4)
     context, block = model.initial_context(2), torch.zeros(5, 2).long()
-    with pytest.raises(TypeError, match="float32 came"):
+    with pytest.raises(TypeError, match="got torch.float32"):
         model(block.float(), context)
-    with pytest.raises(ValueError, match=r"\[τ, batch\]; \(5,\) came"):
+    with pytest.raises(ValueError, match=r"\[τ, batch\]; got \(5,\)"):
         model(block[:, 0], context)
     with pytest.raises(ValueError, match="tokens run from 0 to 3; a vocabulary of 3 needs 0 to 2"):
         model(block.index_fill(0, torch.tensor([2]), 3), model.initial_context(2), None)
@@ -317,7 +317,7 @@ def test_bad_blocks() -> None:
         model(block, context, torch.tensor([6, 1]))
     with pytest.raises(ValueError, match="lengths must be 2 whole numbers from 0 to 5"):
         model(block, context, torch.tensor([5]))
-    with pytest.raises(TypeError, match=r"a list came. Type torch.as_tensor\(lengths\)"):
+    with pytest.raises(TypeError, match=r"got a list. Type torch.as_tensor\(lengths\)"):
         model(block, context, [5, 5])
     with pytest.raises(ValueError, match="the context's tokens run from 0 to 4; a vocabulary of 3 needs 0 to 3"):
         model.next(Context(torch.tensor([4]), torch.zeros(1, 2).long()))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold import cli, probing
-from loopfold.cli import pictures
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.report.subject import Subject
+from loopfold.text.vocabulary import Tokens
 from loopfold.training.options import Options
 from loopfold.training.watching import Silent
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_probed() -> None:
     ids = VOCABULARY.encode(TEXT).ids
     with pytest.raises(TypeError, match="a NGramLM keeps no hidden state; hidden_states needs a lf.RecurrentLM"):
         lf.hidden_states(lf.NGramLM(ids, SIZE, 2), VOCABULARY, TEXT)
-    with pytest.raises(TypeError, match="a Linear is no language model"):
+    with pytest.raises(TypeError, match="a Linear is not a language model"):
         lf.hidden_states(nn.Linear(3, 4), VOCABULARY, TEXT)
     model = recurrent_lm(SIZE, [lf.Elman(3, 4)], 3)
     with pytest.raises(ValueError, match=f"the model knows {SIZE} tokens, the vocabulary has 256"):
@@ -504,12 +504,30 @@ def test_the_command_in_json(home: Path, tmp_path: Path) -> None:
     assert all(Path(path).parent == tmp_path / "a/b" and Path(path).exists() for path in data["pictures"])
 
 
-def test_passages_come_from_all_over_the_text() -> None:
-    x, y = pictures._passages(torch.arange(100), 20)
+def test_passages_come_from_all_over_the_text(home: Path) -> None:
+    run = lf.open_run(home / "gru")
+
+    def passages(tokens: int, steps: int) -> tuple[Tensor, Tensor]:
+        found = Tokens(torch.arange(tokens), "character", tokens, tokens, 0)
+        with mock.patch.object(lf.Run, "tokens", return_value=found):
+            return run.passages(steps)
+
+    x, y = passages(100, 20)
     assert x.shape == y.shape == (20, 4)
     assert (int(x[0, 0]), int(y[-1, -1])) == (0, 99)
     assert bool((y == x + 1).all())
-    assert pictures._passages(torch.arange(7), 20)[0].shape == (6, 1)
+    assert passages(11, 3)[0].tolist() == [[0, 3, 7], [1, 4, 8], [2, 5, 9]]  # as the docstring draws it
+    assert passages(7, 20)[0].shape == (6, 1)
+    with pytest.raises(lf.OptionError, match="the text has 1 token, needs 2: choose another with part"):
+        passages(1, 20)
+
+
+def test_the_opening_of_a_text_begins_at_its_start(home: Path) -> None:
+    run = lf.open_run(home / "gru")
+    x, y = run.opening(TEXT, 9)
+    assert y[:, 0].tolist() == run.vocabulary.encode(TEXT).ids[:9].tolist()
+    assert x[:, 0].tolist() == [run.vocabulary.size, *y[:-1, 0].tolist()]
+    assert run.opening("", 9)[0].shape == (0, 1)
 
 
 def test_a_cell_without_recurrent_matrix_has_no_eigenvalues_and_all_else(home: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -25,6 +26,8 @@ from loopfold.report.page import report_page, write_report
 from loopfold.report.sections import the_samples
 from loopfold.report.subject import Subject
 from loopfold.stepgraph.trace import trace
+from loopfold.training.folder import RunFolder
+from loopfold.training.table import Comparison, baselines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOID = {"meta", "link", "img", "input", "br"}
@@ -294,7 +297,7 @@ def test_a_text_of_line_ends_alone_is_refused(cell: Callable[[Path], str], unit:
     text = HOSTILE * 12 + "\n" * 2000
     run = trained(tmp_path, text, epochs=0.01, unit=unit, cell=cell(tmp_path))
     assert run.corpus().test.strip("\n") == ""
-    with pytest.raises(lf.OptionError, match=r"the test text has no \w+ to look at: give another text with --passage"):
+    with pytest.raises(lf.OptionError, match=r"the test text has no \w+ to look at: give another as passage"):
         report_page(Subject(run))
 
 
@@ -319,9 +322,9 @@ def test_a_run_that_diverged_has_a_page_that_says_so(model: str, compared: bool,
         rows = [row.as_json() for row in lf.compare([run], neural=False)]
         (run.path / "comparison.json").write_text(json.dumps({"on": "test", "rows": rows}))
     page = Page(report_page(Subject(run)))
-    said = "Some weights of this model are no finite numbers: its training diverged. Train anew with a smaller"
+    said = "Some weights of this model are not finite numbers: its training diverged. Train again with a smaller"
     assert said in page.inside["header"][0]
-    assert "It writes nothing: what it puts out is no finite number." in page.inside["main"][0]
+    assert "It writes nothing: its outputs are not finite numbers." in page.inside["main"][0]
     assert page.inside["dd"][0] == "no number"
     assert "∞" not in page.inside["table"][0]
     if model == "recurrent":
@@ -336,7 +339,7 @@ def test_outputs_may_be_no_numbers_where_all_weights_are(tmp_path: Path) -> None
         p.data.fill_({"b": 9.0, "V": 3e38}.get(name.rpartition(".")[2], 0.0))  # h(t) = tanh(9), o(t) = ∞
     about = Subject(run)
     assert about.trouble is not None
-    assert about.trouble.startswith("What this model puts out is no finite number.")
+    assert about.trouble.startswith("The outputs of this model are not finite numbers.")
     assert "It writes nothing" in the_samples(about).body
 
 
@@ -372,7 +375,7 @@ def test_the_table_of_a_comparison_is_used_if_it_is_of_the_run_as_it_is(about: S
     path = about.run.path / "comparison.json"
     path.write_text(json.dumps({"on": "test", "rows": rows}))
     fresh = Subject(about.run)
-    assert [row["name"] for row in fresh.table.rows][-3:] == ["window", "convolution", "gru 8"]
+    assert [row.name for row in fresh.table.rows][-3:] == ["window", "convolution", "gru 8"]
     assert fresh.table.note == ""
     best, *others = fresh.table.lines
     assert best.endswith("-gram")
@@ -381,7 +384,7 @@ def test_the_table_of_a_comparison_is_used_if_it_is_of_the_run_as_it_is(about: S
     rows[-1]["ledger"]["nll"] *= 1.1  # the run has gone on since
     path.write_text(json.dumps({"on": "test", "rows": rows}))
     stale = Subject(about.run)
-    assert "window" not in [row["name"] for row in stale.table.rows]
+    assert "window" not in [row.name for row in stale.table.rows]
     assert stale.table.note.endswith(f"type loopfold compare '{about.run.path}'")
 
     path.write_text(json.dumps({"on": "test", "rows": [{"name": "gru 8"}]}))
@@ -389,9 +392,26 @@ def test_the_table_of_a_comparison_is_used_if_it_is_of_the_run_as_it_is(about: S
         _ = Subject(about.run).table
 
 
+def test_a_comparison_is_read_as_it_was_written(about: Subject) -> None:
+    folder = RunFolder(about.run.path)
+    assert Comparison.read(folder) is None
+    rows = lf.compare([about.run], neural=False)
+    never = replace(rows[-1].ledger, nll=math.nan)  # JSON does not tell it from ∞
+    Comparison("test", [*rows, replace(rows[-1], name="diverged", tokens_per_second=math.nan, ledger=never)]).write(
+        folder
+    )
+    found = Comparison.read(folder)
+    assert found is not None
+    assert (found.on, found.rows[:-1]) == ("test", rows)
+    assert found.rows[-1].ledger.perplexity == math.inf
+    assert math.isnan(found.rows[-1].tokens_per_second)
+    best = min(rows[1:-1], key=lambda row: row.ledger.nll)
+    assert [*baselines(found.rows)] == [best.name, "gru 8"]
+
+
 def test_a_large_text_is_left_to_compare(about: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "CHEAP", 10)
-    assert [row["name"] for row in about.table.rows] == ["gru 8"]
+    assert [row.name for row in about.table.rows] == ["gru 8"]
     assert "For the baselines, type loopfold compare" in about.table.note
 
 
@@ -424,8 +444,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "run text is a folder: name a file, such as run text/report.html", "report", "run text", "--out", "run text"
     )
     refused(r"cannot be written: there is no folder none\. Make it, or", "report", "run text", "--out", "none/a.html")
-    refused(r"name it \.html; a\.pdf came", "report", "run text", "--out", "a.pdf")
-    refused("the passage is empty: give some text after --passage", "report", "run text", "--passage", "  \n")
+    refused(r"its name must end in \.html; got a\.pdf", "report", "run text", "--out", "a.pdf")
+    refused("the passage is empty: give some text as --passage", "report", "run text", "--passage", "  \n")
     refused(r"device 'gpu' cannot be used", "report", "run text", "--device", "gpu")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
@@ -440,7 +460,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     out.write_text("old")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(
-        lf.RunError, match=r"page.html cannot be written: No space left on device\. Choose another --out"
+        lf.RunError, match=r"page.html cannot be written: No space left on device\. Choose another place with out"
     ):
         write_report(run, out)
     assert out.read_text() == "old"

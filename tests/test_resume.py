@@ -471,7 +471,7 @@ def test_no_space_left_keeps_the_checkpoint(folder: RunFolder, tmp_path: Path) -
                 said = str(error)
             else:
                 break
-        assert said.startswith(f"no space is left on the disk of {path}. Free some, then --resume")
+        assert said.startswith(f"no space is left on the disk of {path}. Free some, then resume")
         assert check_whole(path) == 10
         assert not [*path.glob("*.new")]
     assert 1000 < room < 2900
@@ -599,7 +599,10 @@ def same_json(a: bytes | bytearray, b: bytes | bytearray) -> bool:
 def test_a_missing_file_is_named(kind: str, copy: Path) -> None:
     file = file_of(copy, kind)
     file.unlink()
-    said = {"config.json": f"{copy} is no run folder: it has no config.json", "checkpoint.json": f"{copy} has no check"}
+    said = {
+        "config.json": f"{copy} is not a run folder: it has no config.json",
+        "checkpoint.json": f"{copy} has no check",
+    }
     for use in (RunFolder.open, open_run, resume):
         with pytest.raises(RunError, match=said.get(kind, f"{copy} is not complete: {file.name} is missing")):
             use(copy)
@@ -610,23 +613,23 @@ def test_no_run_folder(tmp_path: Path, text: Path) -> None:
         resume(tmp_path / "none")
     with pytest.raises(RunError, match=f"there is no run folder {text}"):
         resume(text)
-    with pytest.raises(RunError, match="is no run folder: it has no config.json"):
+    with pytest.raises(RunError, match="is not a run folder: it has no config.json"):
         resume(tmp_path)
 
 
 def test_a_run_killed_before_its_first_checkpoint_says_so(copy: Path, text: Path) -> None:
     (copy / "checkpoint.json").unlink()
-    with pytest.raises(RunError, match="the run ended before its first step. Remove it and start anew"):
+    with pytest.raises(RunError, match="the run ended before its first step. Remove it and start again"):
         resume(copy)
-    with pytest.raises(RunError, match=f"{copy} is there already: choose another --out, or remove it"):
+    with pytest.raises(RunError, match=f"{copy} exists already: choose another out, or remove it"):
         train(options_of(text), copy)
 
 
 def test_nothing_that_is_there_is_overwritten(copy: Path, text: Path) -> None:
     before = {p.name: p.read_bytes() for p in copy.iterdir()}
-    with pytest.raises(RunError, match=f"{copy} is there already: choose another --out, or --resume it"):
+    with pytest.raises(RunError, match=f"{copy} exists already: choose another out, or resume it"):
         train(options_of(text), copy)
-    with pytest.raises(RunError, match=f"{text} is there already"):
+    with pytest.raises(RunError, match=f"{text} exists already"):
         train(options_of(text), text)
     assert {p.name: p.read_bytes() for p in copy.iterdir()} == before
 
@@ -671,7 +674,8 @@ def test_the_command_names_what_is_damaged(
         cli.main()
     assert end.value.code == 2
     assert capsys.readouterr().err == (
-        f"loopfold: {copy}/state-5.safetensors is damaged or was altered: its SHA-256 is not the one noted.\n"
+        f"loopfold: {copy}/state-5.safetensors is damaged or was altered: "
+        "its SHA-256 is not the one in checkpoint.json.\n"
     )
 
 

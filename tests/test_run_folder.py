@@ -181,7 +181,7 @@ def test_of_two_that_begin_in_one_folder_exactly_one_does(
         won[winners[0]] += 1
         assert owner(path) == winners[0]
         other = outcomes[3.0 - winners[0]]
-        assert other.startswith((f"{path} is there already", f"another process is training in {path}")), other
+        assert other.startswith((f"{path} exists already", f"another process is training in {path}")), other
     assert min(won.values()) >= 1
     assert sum(won.values()) > 20
 
@@ -319,7 +319,7 @@ def test_every_command_asks_before_it_runs_code(arguments: tuple[str, ...], stra
     assert (code, out) == (2, "")
     assert err == (
         "loopfold: strange has a cell of its own, and opening it would run the code in strange/cell.py. "
-        "Read it; if you trust it, add --trust (in Python, trust=True).\n"
+        "Read it; if you trust it, add --trust.\n"
     )
     assert everything(strange.parent) == before
     assert said_by(*arguments, "--trust")[0] == 0
@@ -490,7 +490,9 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(kind: str, run: Pat
         else:
             (run / name).mkdir()
         for use in all_uses(run)[0 if name != "comparison.json" else 2 :]:
-            with pytest.raises(RunError, match=rf"{run / name} cannot be read: it is (no plain file|a symbolic link)"):
+            with pytest.raises(
+                RunError, match=rf"{run / name} cannot be read: it is (not a plain file|a symbolic link)"
+            ):
                 use()
         (run / name).rmdir() if kind == "a folder" else (run / name).unlink()
         (run / "kept").rename(run / name)
@@ -561,5 +563,5 @@ def test_a_folder_of_runs_that_is_a_link_to_nowhere(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("to be or not to be " * 50)
     Path("runs").symlink_to("nowhere")
-    with pytest.raises(lf.RunError, match="cannot be made: runs is no folder"):
+    with pytest.raises(lf.RunError, match="cannot be made: runs is not a folder"):
         lf.train(lf.Options(sources=("text.txt",), hidden_size=4, epochs=0.1))

@@ -97,7 +97,7 @@ def test_an_empty_text_and_an_id_too_many(vocabulary: Vocabulary) -> None:
     assert vocabulary.encode("").ids.dtype == torch.int64
     assert vocabulary.decode([]) == ""
     for bad in (-1, vocabulary.size):
-        with pytest.raises(ValueError, match=f"id {bad} came; this vocabulary has ids from 0 to {vocabulary.size - 1}"):
+        with pytest.raises(ValueError, match=f"ids of this vocabulary run from 0 to {vocabulary.size - 1}; got {bad}"):
             vocabulary.decode([0, bad])
 
 
@@ -176,8 +176,8 @@ def test_a_text_in_words_already_is_taken_at_its_word() -> None:
     ("wrong", "message"),
     [
         (lambda: Words.of("a", min_count=0), "min_count as a whole number of at least 1; 0 came"),
-        (lambda: Words.of("a", max_size=2), "max_size of 3 or more.*2 came"),
-        (lambda: Subwords.of("a", size=255), "size of 256 or more.*255 came"),
+        (lambda: Words.of("a", max_size=2), "max_size of 3 or more.*got 2"),
+        (lambda: Subwords.of("a", size=255), "size of 256 or more.*got 255"),
     ],
 )
 def test_wrong_sizes_are_refused(wrong: Callable[[], Vocabulary], message: str) -> None:
@@ -353,7 +353,7 @@ def test_text_that_cannot_be_used(tmp_path: Path, name: str, raw: bytes, message
         ("notes/ide.md", "there is no file notes/ide.md. Did you mean notes/idea.md?"),
         ("python-doc", "there is no file python-doc. Did you mean python-docs?"),
         ("xyz", "there is no file xyz: name a text file, or type python-docs"),
-        ("no/xyz", "there is no file no/xyz, nor a folder no: name"),
+        ("no/xyz", "there is no file no/xyz and no folder no: name"),
         ("story.txt/x", "there is no file story.txt/x"),
         (
             "notes",
@@ -454,13 +454,13 @@ def test_a_ragged_row_does_not_stand_alone() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Streams(torch.arange(0), 2, 2), r"ids \[n\] of torch.int64, n at least 1; \(0,\)"),
-        (lambda: Streams(torch.zeros(3), 2, 2), "torch.float32 came"),
+        (lambda: Streams(torch.arange(0), 2, 2), r"ids \[n\] of torch.int64, n at least 1; got \(0,\)"),
+        (lambda: Streams(torch.zeros(3), 2, 2), "got .* of torch.float32"),
         (lambda: Streams(torch.arange(9).view(3, 3), 2, 2), r"\(3, 3\)"),
         (lambda: Streams(torch.arange(9), 0, 2), "count as a whole number of at least 1; 0 came"),
         (lambda: Streams(torch.arange(9), 2, 0), "window as a whole number of at least 1; 0 came"),
         (lambda: Streams(torch.arange(9), 3, 2).part(0, 2), "3 streams of 9 tokens .* evenly by 2 processes: choose"),
-        (lambda: Streams(torch.arange(9), 4, 2).part(2, 2), "rank 2 came; 2 processes have ranks from 0 to 1"),
+        (lambda: Streams(torch.arange(9), 4, 2).part(2, 2), "rank must be from 0 to 1 with 2 processes; got 2"),
     ],
 )
 def test_wrong_streams_are_refused(wrong: Callable[[], Streams], message: str) -> None:
@@ -469,5 +469,5 @@ def test_wrong_streams_are_refused(wrong: Callable[[], Streams], message: str) -
 
 
 def test_there_are_so_many_windows_and_no_more() -> None:
-    with pytest.raises(IndexError, match="window 2 came; there are windows from 0 to 1"):
+    with pytest.raises(IndexError, match="windows run from 0 to 1; got 2"):
         Streams(torch.arange(11), 3, 2)[2]

@@ -18,10 +18,13 @@ from loopfold.evaluation import Ledger, perplexity
 from loopfold.language.base import Context
 from loopfold.states import leaves
 from loopfold.text.corpus import read_corpus
+from loopfold.text.vocabulary import Characters
 from loopfold.training import loop
+from loopfold.training.cells import make_cell
 from loopfold.training.folder import RunError, RunFolder
 from loopfold.training.loop import Diverged, Run, open_run, resume, train
-from loopfold.training.options import PRESETS, OptionError, Options, make_cell, make_model, make_vocabulary, preset
+from loopfold.training.making import make_model, make_vocabulary
+from loopfold.training.options import PRESETS, OptionError, Options, preset
 from loopfold.training.watching import Plan, Several, Silent, TensorBoard, Terminal, Watcher
 from loopfold.transitions import GRU
 
@@ -371,25 +374,25 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimiser": "adam"}, "there is no optimiser 'adam'; choose from adamw, sgd. Did you mean 'adamw'?"),
     ({"schedule": "cosin"}, "there is no schedule 'cosin'; .*Did you mean 'cosine'?"),
     ({"optimiser": "x"}, r"there is no optimiser 'x'; choose from adamw, sgd\.$"),
-    ({"hidden_size": 0}, "hidden_size must be at least 1; 0 came"),
-    ({"layers": -1}, "layers must be at least 1; -1 came"),
-    ({"streams": 0}, "streams must be at least 1; 0 came"),
-    ({"window": 0}, "window must be at least 1; 0 came"),
-    ({"embedding_size": 0}, "embedding_size must be at least 1; 0 came"),
-    ({"vocabulary_size": 0}, "vocabulary_size must be at least 1; 0 came"),
-    ({"patience": 0}, "patience must be at least 1, or left out; 0 came"),
-    ({"evaluate_every": 0}, "evaluate_every must be at least 1, or left out; 0 came"),
-    ({"dropout": 1.0}, "dropout is a probability from 0 up to but not including 1; 1.0 came"),
-    ({"dropout": math.nan}, "dropout is a probability .*nan came"),
-    ({"epochs": 0.0}, "epochs must be above 0; 0.0 came"),
-    ({"epochs": math.nan}, "epochs must be above 0; nan came"),
-    ({"learning_rate": -0.1}, "learning_rate must be above 0; -0.1 came"),
-    ({"learning_rate": math.inf}, "learning_rate must be above 0; inf came"),
-    ({"weight_decay": -1.0}, "weight_decay must be 0 or more; -1.0 came"),
-    ({"clip": -1.0}, "clip must be 0 or more; -1.0 came"),
-    ({"clip": math.nan}, "clip must be 0 or more; nan came"),
-    ({"warmup": -1}, "warmup must be 0 or more; -1 came"),
-    ({"seed": -1}, "seed must be from 0 to 9223372036854775807; -1 came"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1; got 0"),
+    ({"layers": -1}, "layers must be at least 1; got -1"),
+    ({"streams": 0}, "streams must be at least 1; got 0"),
+    ({"window": 0}, "window must be at least 1; got 0"),
+    ({"embedding_size": 0}, "embedding_size must be at least 1, or left out; got 0"),
+    ({"vocabulary_size": 0}, "vocabulary_size must be at least 1, or left out; got 0"),
+    ({"patience": 0}, "patience must be at least 1, or left out; got 0"),
+    ({"evaluate_every": 0}, "evaluate_every must be at least 1, or left out; got 0"),
+    ({"dropout": 1.0}, "dropout must be a probability from 0 up to but not including 1; got 1.0"),
+    ({"dropout": math.nan}, "dropout must be a probability .*; got nan"),
+    ({"epochs": 0.0}, "epochs must be above 0 and at most 1e9; got 0.0"),
+    ({"epochs": math.nan}, "epochs must be above 0 and at most 1e9; got nan"),
+    ({"learning_rate": -0.1}, "learning_rate must be above 0; got -0.1"),
+    ({"learning_rate": math.inf}, "learning_rate must be above 0; got inf"),
+    ({"weight_decay": -1.0}, "weight_decay must be 0 or more; got -1.0"),
+    ({"clip": -1.0}, "clip must be 0 or more; got -1.0"),
+    ({"clip": math.nan}, "clip must be 0 or more; got nan"),
+    ({"warmup": -1}, "warmup must be 0 or more; got -1"),
+    ({"seed": -1}, "seed must be from 0 to 9223372036854775807; got -1"),
     ({"seed": 2**63}, "seed must be from 0 to"),
     ({"layers": "two"}, "layers must be a whole number; got 'two'"),
     ({"layers": 2.0}, "layers must be a whole number; got 2.0"),
@@ -403,8 +406,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sources": ("a", 5)}, r"sources must be texts; got \('a', 5\)"),
     ({"split": (90, None, 5)}, r"split must be numbers; got \(90, None, 5\)"),
     ({"valid": 5}, "valid must be text or nothing; got 5"),
-    ({"epochs": 1e300}, r"epochs must be at most 1e9; got 1e\+300"),
-    ({"span": 2**21}, "span must be at most 1048576; got 2097152"),
+    ({"epochs": 1e300}, r"epochs must be above 0 and at most 1e9; got 1e\+300"),
+    ({"span": 2**21}, "span must be from 1 to 1048576; got 2097152"),
 ]
 
 
@@ -419,7 +422,10 @@ UNBUILDABLE: list[tuple[dict[str, Any], str]] = [
     ({"cell": "my.py"}, "say which one is the cell: my.py:MyCell"),
     ({"cell": "nowhere.py:MyCell"}, "there is no file nowhere.py"),
     ({"one_hot": True, "tied": True}, "one-hot vectors have no table to tie"),
-    ({"tied": True, "embedding_size": 3}, "tied weights need an embedding of the hidden size, 8; 3 came"),
+    (
+        {"tied": True, "embedding_size": 3},
+        "tied weights need an embedding of the hidden size, 8; got 3. Or untie them: tied=False.",
+    ),
 ]
 
 
@@ -432,7 +438,10 @@ def test_options_from_which_no_model_can_be_made(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"unit": "characters", "vocabulary_size": 9}, "a vocabulary of characters has the size that it has"),
+        (
+            {"unit": "characters", "vocabulary_size": 9},
+            "a vocabulary of characters has a fixed size: leave out vocabulary_size",
+        ),
         ({"unit": "words", "vocabulary_size": 2}, "max_size of 3 or more"),
         ({"unit": "subwords", "vocabulary_size": 20}, "size of 256 or more"),
     ],
@@ -532,7 +541,7 @@ def test_a_cell_of_ones_own_is_copied_and_lives_without_its_file(cell_file: Path
     ("name", "message"),
     [
         ("Dear", "Dear of .*mine.py could not be made as Dear\\(8, 8\\), its input size and hidden size: no memory"),
-        ("NoModule", "NoModule of .*mine.py is no torch.nn.Module"),
+        ("NoModule", "NoModule of .*mine.py must be a torch.nn.Module with .*; got a? ?NoModule"),
         ("YourCell", "mine.py has no class 'YourCell'; it has MyCell, Dear, Stumbling"),
         ("Stumbling", "Stumbling.* failed: .*no attribute 'missing'"),
     ],
@@ -543,6 +552,69 @@ def test_a_cell_that_cannot_be_used_leaves_no_folder(
     with pytest.raises(OptionError, match=message):
         train(small(text, cell=f"{cell_file}:{name}"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+LATE = """
+import torch
+from torch import nn
+
+class Late(nn.Module):
+    def __init__(self, n_in, n):
+        super().__init__()
+        self.n = n
+
+    def initial_state(self, batch):
+        return torch.zeros(batch, self.n)
+
+    def forward(self, h, x):
+        self.A = nn.Linear(x.shape[1], self.n)
+        return h + self.A(x)
+
+class Lazy(Late):
+    def __init__(self, n_in, n):
+        super().__init__(n_in, n)
+        self.A = nn.LazyLinear(n)
+
+    def forward(self, h, x):
+        return h + self.A(x)
+"""
+
+
+@pytest.mark.parametrize("name", ["Lazy", "Late"])
+def test_a_cell_that_makes_its_parameters_late_is_refused_at_once(name: str, text: Path, tmp_path: Path) -> None:
+    """It could be trained, but not opened again."""
+    (tmp_path / "late.py").write_text(LATE)
+    with pytest.raises(OptionError, match=rf"the first step of .*late.py:{name} failed"):
+        train(small(text, cell=f"{tmp_path / 'late.py'}:{name}"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_model_is_built_once_and_the_text_encoded_once(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the run that is returned is opened."""
+    made: list[str] = []
+    counted = make_model
+
+    def make(options: Options, size: int) -> Any:
+        made.append("model")
+        return counted(options, size)
+
+    encode = Characters.encode
+
+    def read(vocabulary: Characters, text: str) -> Any:
+        made.append("text")
+        return encode(vocabulary, text)
+
+    monkeypatch.setattr(loop, "make_model", make)
+    monkeypatch.setattr("loopfold.training.checkpoint.make_model", make)
+    monkeypatch.setattr(Characters, "encode", read)
+    monkeypatch.setattr(loop, "open_run", lambda *_, **__: None)
+    train(small(text), tmp_path / "run")
+    assert made == ["text", "model", "text"]  # the train text and the valid text
+    made.clear()
+    resume(tmp_path / "run")
+    assert sorted(made) == ["model", "model", "text", "text"]  # the first without memory, to compare its shape
 
 
 def test_a_cell_file_that_does_not_run(tmp_path: Path) -> None:
@@ -567,7 +639,7 @@ def test_a_loss_that_is_no_number_stops_the_run(save_every: float, kept: int, te
     onlooker, path = Onlooker(), tmp_path / "run"
     said = (
         rf"^at step 2 the loss is (nan|inf) and the gradient's norm (nan|inf|\d\S*), so training stopped\. The last "
-        rf"good checkpoint, of step {kept}, is in {path}\. Start anew with a lower --learning-rate or --clip\.$"
+        rf"good checkpoint, of step {kept}, is in {path}\. Start again with a lower learning_rate or clip\.$"
     )
     with pytest.raises(Diverged, match=said):
         train(diverging(text), path, watcher=onlooker, save_every=save_every)
@@ -588,6 +660,7 @@ def test_divergence_is_exit_code_1_and_one_sentence(
     said = capsys.readouterr().err
     assert end.value.code == 1
     assert said.startswith("loopfold: at step 2 the loss is ")
+    assert said.endswith("Start again with a lower --learning-rate or --clip.\n")
     assert said.count("\n") == 1
 
 
@@ -652,6 +725,36 @@ def test_a_watcher_is_open_while_the_run_goes_on_and_closed_when_it_fails(text: 
     assert doors.heard == ["open", "begin", "close"]
 
 
+class Door(Silent):
+    """Notes when it is opened and closed, and can fail at either."""
+
+    def __init__(self, name: str, heard: list[str], fails: str = "") -> None:
+        self.name, self.heard, self.fails = name, heard, fails
+
+    def note(self, what: str) -> None:
+        self.heard.append(f"{what} {self.name}")
+        if self.fails == what:
+            raise OSError(f"{self.name} does not {what}")
+
+    def __enter__(self) -> "Door":
+        self.note("open")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.note("close")
+
+
+def test_all_watchers_are_closed_where_one_fails_to_open_or_close() -> None:
+    heard: list[str] = []
+    with pytest.raises(OSError, match="b does not open"), Several([Door("a", heard), Door("b", heard, "open")]):
+        heard.append("training")
+    assert heard == ["open a", "open b", "close a"]
+    heard.clear()
+    with pytest.raises(OSError, match="b does not close"), Several([Door("a", heard), Door("b", heard, "close")]):
+        heard.append("training")
+    assert heard == ["open a", "open b", "training", "close b", "close a"]
+
+
 # ------------------------------------------------------------------ what users bring
 
 
@@ -703,7 +806,7 @@ def test_a_class_without_a_file_is_refused() -> None:
     class Inside(Twice):
         pass
 
-    with pytest.raises(OptionError, match="Inside is not at the top of a file"):
+    with pytest.raises(OptionError, match="Inside is not at the top level of a file"):
         Options(cell=Inside)  # type: ignore[arg-type]
 
 
@@ -720,7 +823,7 @@ def test_texts_may_be_paths(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_device_that_holds_nothing(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"device 'meta' cannot be used: .+ Type --device cpu"):
+    with pytest.raises(OptionError, match=r"device 'meta' cannot be used: .+ Use device='cpu'"):
         train(small(text, device="meta"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -2,6 +2,7 @@
 
 The modules in the order in which data flows; each imports only from those above it.
 
+    errors           errors that the user can mend, in words for Python and for the command line
     files            a file is written as a whole or not at all
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     states           the state as a tree of tensors, and the zeros that a step starts from
@@ -22,7 +23,7 @@ The modules in the order in which data flows; each imports only from those above
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
-    training         options, the run folder, those who watch, the loop
+    training         options, cells, making; contents and folder (a run on disk), checkpoint, table, run, watching, loop
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

@@ -32,7 +32,7 @@ class Ledger:
     unknown: int | None = None  # how many of them stand for something that is not in the vocabulary
     characters: int | None = None  # of the text that they stand for
     bytes: int | None = None  # the same in UTF-8
-    carried: bool = True  # whether the state went through the whole text, or began anew with every window
+    carried: bool = True  # whether the state went through the whole text, or started again with every window
 
     @property
     def nats_per_token(self) -> float:
@@ -59,7 +59,7 @@ class Ledger:
         return None if not self.bytes else self.nll / math.log(2) / self.bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The totals, and what follows from them; None for what is no finite number, which JSON has not."""
+        """The totals, and what follows from them; None for what is not finite, which JSON cannot hold."""
         names = ("perplexity", "nats_per_token", "bits_per_token", "bits_per_character", "bits_per_byte")
         figures = asdict(self) | {name: getattr(self, name) for name in names}
         infinite = {name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
@@ -75,12 +75,12 @@ def perplexity(
     carried: bool = True,
     processes: Processes = Processes(),
 ) -> Ledger:
-    """Score every token of a text once, and none else, each from all the tokens before it.
+    """Score every token of a text exactly once, each from all the tokens before it.
 
     `model`    a `LanguageModel`, or a `SequenceToSequence` over one-hot vectors, whose first input is zeros
     `tokens`   what a vocabulary's `encode` gives, or whole numbers: `[n]`, or `[τ, batch]` for texts of equal length
     `streams`  how many parts of the text are read side by side; like `window`, it changes the time, not the value
-    `carried`  False: the state begins anew every `window` tokens, as where a model sees only that much
+    `carried`  False: the state starts again every `window` tokens, as for a model that sees only that much
 
     >>> from loopfold import Elman, SequenceToSequence
     >>> model = SequenceToSequence(Elman(8, 5), outputs=8)
@@ -106,10 +106,10 @@ def perplexity(
 
 def _checked(ids: Any, model: LanguageModel) -> Tensor:
     if isinstance(ids, str):
-        raise TypeError("tokens are whole numbers; a text came. Type vocabulary.encode(text).")
+        raise TypeError("tokens must be whole numbers; got a text. Type vocabulary.encode(text).")
     ids = torch.as_tensor(ids)
     if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
-        raise ValueError(f"tokens are whole numbers, [n] or [τ, batch]; {ids.dtype} {tuple(ids.shape)} came.")
+        raise ValueError(f"tokens must be whole numbers, [n] or [τ, batch]; got {ids.dtype} {tuple(ids.shape)}.")
     if int(ids.min()) < 0 or int(ids.max()) >= model.vocabulary_size:
         raise ValueError(
             f"tokens run from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {model.vocabulary_size - 1}."
@@ -125,7 +125,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _score(model: LanguageModel, ids: Tensor, window: int) -> float:
-    """The sum over texts `[τ, batch]`, each by itself, anew every `window` tokens."""
+    """The sum over texts `[τ, batch]`, each by itself, with a new start every `window` tokens."""
     context = model.initial_context(ids.shape[1])
     parts = [model(part.to(context.last.device), context).nll for part in ids.split(window)]
     return sum(float(nll.double().sum()) for nll in parts)
@@ -180,7 +180,7 @@ def _same(a: Context, b: Context | None) -> bool:
             continue
         if not x.is_floating_point():
             return False
-        # no tighter: from step to step each state is rounded anew, so two that have met still differ by a few eps
+        # no tighter: from step to step each state is rounded again, so two that have met still differ by a few eps
         tolerance = min(100 * torch.finfo(x.dtype).eps, 1e-4)
         difference, size = (t.abs().reshape(len(t), -1).amax(1) for t in (x - y, y))
         if not bool((difference <= tolerance * size).all()):

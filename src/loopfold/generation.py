@@ -16,7 +16,7 @@ from loopfold.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Beam:
-    """Search for a likely text as a whole: the `width` likeliest beginnings are kept and all their ways on compared."""
+    """Search for a likely text as a whole: of all continuations, keep the `width` likeliest at each step."""
 
     width: int = 5
 
@@ -56,7 +56,7 @@ def generate(
     pieces: list[str] = []
     text = vocabulary.stream()
     with evaluating(model):
-        ids = prompt_ids(vocabulary, prompt)
+        ids = vocabulary.beginning(prompt)
         for token in ids.tolist():
             text(token)
         context = _read(model, ids)
@@ -71,20 +71,13 @@ def generate(
     return "".join(pieces)
 
 
-def prompt_ids(vocabulary: Vocabulary, prompt: str) -> Tensor:
-    """The tokens of a prompt. A line that is not at its end yet has no `<eos>`."""
-    ids = vocabulary.encode(prompt).ids
-    open_line = vocabulary.end is not None and prompt and not prompt.endswith("\n")
-    return ids[:-1] if open_line else ids
-
-
 def _read(model: LanguageModel, ids: Tensor) -> Context:
     context = model.initial_context(1)
     return model(ids[:, None].to(context.last.device), context).context if len(ids) else context
 
 
 def _next(model: LanguageModel, context: Context, unknown: int | None) -> Next:
-    """What may follow, less what stands for unknown things."""
+    """What may follow, without what stands for unknown things."""
     log_p, memory = model.next(context)
     if unknown is not None:
         log_p = log_p.index_fill(1, torch.tensor(unknown, device=log_p.device), -torch.inf)

@@ -1,4 +1,4 @@
-"""What hidden units do over a text: every state, and the unit that goes with brackets, quotes or the line best."""
+"""What hidden units do over a text: every state, and the unit that best tracks brackets, quotes or the line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.evaluation import evaluating
-from loopfold.generation import prompt_ids
 from loopfold.language.recurrent import RecurrentLM, as_language_model
 from loopfold.recurrent import RecurrentLayer, Stacked
 from loopfold.states import State, leaves
@@ -79,7 +78,7 @@ FEATURES: dict[str, Feature] = {
 
 @dataclass(frozen=True)
 class Tracked:
-    """The unit that goes with a feature best, and Pearson's correlation of the two over all steps."""
+    """The unit that tracks a feature best, and Pearson's correlation of the two over all steps."""
 
     feature: str
     unit: int
@@ -152,14 +151,14 @@ class HiddenStates:
             if numbers.shape != (len(self.pieces),):
                 raise ValueError(
                     f"{name} has shape {tuple(numbers.shape)}; the text has {len(self.pieces)} tokens, so a list of "
-                    f"{len(self.pieces)} numbers was needed."
+                    f"{len(self.pieces)} numbers is needed."
                 )
             return numbers
         numbers = torch.as_tensor(feature(self.text), dtype=torch.float64)
         if numbers.shape != (len(self.text),):
             raise ValueError(
                 f"{name} gave numbers of shape {tuple(numbers.shape)}; the text has {len(self.text)} characters, so "
-                f"a list of {len(self.text)} was needed."
+                f"a list of {len(self.text)} is needed."
             )
         ends = torch.tensor([*accumulate(map(len, self.pieces))])
         return numbers[(ends - 1).clamp(min=0)] if len(numbers) else torch.zeros(len(self.pieces))
@@ -186,7 +185,7 @@ def hidden_states(model: nn.Module, vocabulary: Vocabulary, text: str, *, layer:
         )
     if reader.vocabulary_size != vocabulary.size:
         raise ValueError(f"the model knows {reader.vocabulary_size} tokens, the vocabulary has {vocabulary.size}.")
-    ids = prompt_ids(vocabulary, text)
+    ids = vocabulary.beginning(text)
     if not len(ids):
         raise ValueError("the text has no tokens, so there are no states after them: give a longer text.")
     with evaluating(reader):

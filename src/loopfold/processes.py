@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loopfold.errors import Mendable
 from loopfold.states import State, map_state
 
 
-class ProcessLost(RuntimeError):
+class ProcessLost(Mendable, RuntimeError):
     """Another process of the run has died, or cannot be reached."""
 
 
@@ -59,7 +60,7 @@ class Processes:
         return torch.cat(parts)
 
     def share(self, state: State) -> State:
-        """This process's part of what `gather` gives."""
+        """This process's part of a state that `gather` made."""
         return map_state(lambda leaf: leaf.chunk(self.count)[self.rank], state)
 
 

@@ -1,7 +1,7 @@
 """The public names, those that `import loopfold as lf` gives."""
 
 from loopfold.backpropagation import BPTT, bptt, truncated_bptt
-from loopfold.comparison import Row, compare
+from loopfold.comparison import compare
 from loopfold.drawing.circuit import Level
 from loopfold.drawing.draw import draw
 from loopfold.drawing.figure import Drawing, style
@@ -11,6 +11,7 @@ from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
+from loopfold.errors import OptionError
 from loopfold.evaluation import Ledger, perplexity
 from loopfold.feeding import (
     Classes,
@@ -55,8 +56,9 @@ from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
 from loopfold.training.folder import RunError
 from loopfold.training.loop import Diverged, Stopped, resume, train
-from loopfold.training.options import OptionError, Options, preset
+from loopfold.training.options import Options, preset
 from loopfold.training.run import Run, open_run
+from loopfold.training.table import Row
 from loopfold.training.watching import Terminal, Watcher
 from loopfold.transitions import (
     GRU,

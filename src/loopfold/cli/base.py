@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from loopfold.errors import Argument, Mendable
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -22,6 +24,18 @@ RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold tr
 TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run the code of the run's own cell.py; asked once for each.")
 ]
+
+
+def flag(name: str, value: object = None) -> str:
+    """An argument of a function as it is typed here.
+
+    >>> flag("hidden_size", 9), flag("tied", False), flag("trust", True), flag("part")
+    ('--hidden-size 9', '--no-tied', '--trust', '--on')
+    """
+    word = {"part": "on"}.get(name, name).replace("_", "-")
+    if value is False:
+        return f"--no-{word}"
+    return f"--{word}" if value is None or value is True else f"--{word} {value}"
 
 
 def main() -> None:
@@ -58,7 +72,9 @@ def _errors() -> Iterator[None]:
         code = _exit_code(error)
         if code is None:
             raise
-        line = " ".join(str(error).splitlines())
+        parts = error.args if isinstance(error, Mendable) else [error]
+        said = "".join(flag(part.name, part.value) if isinstance(part, Argument) else str(part) for part in parts)
+        line = " ".join(said.splitlines())
         line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)  # names may be anyone's
         typer.echo(f"loopfold: {line}", err=True)
         sys.stdout.flush()
@@ -67,16 +83,13 @@ def _errors() -> Iterator[None]:
 
 def _exit_code(error: Exception) -> int | None:
     from loopfold.processes import ProcessLost
-    from loopfold.text.corpus import CorpusError
-    from loopfold.training.folder import RunError
     from loopfold.training.loop import Diverged, Stopped
-    from loopfold.training.options import OptionError
 
     if isinstance(error, Stopped):
         return 128 + error.signal
     if isinstance(error, Diverged | ProcessLost):
         return 1
-    return 2 if isinstance(error, CorpusError | OptionError | RunError | ImportError) else None
+    return 2 if isinstance(error, Mendable | ImportError) else None
 
 
 def _several() -> bool:

@@ -25,7 +25,7 @@ def draw(
     what: Annotated[
         str,
         typer.Argument(
-            help="A run folder; elman, lstm, gru or layernorm-lstm; or your own cell: path/to/file.py:Class.",
+            help="A run folder; a cell such as lstm or gru; or your own: path/to/file.py:Class.",
             show_default=False,
         ),
     ],
@@ -54,8 +54,8 @@ def draw(
     """The circuit of a network, or its graph unfolded over time, as a picture."""
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
+    from loopfold.errors import OptionError
     from loopfold.training.folder import RunError
-    from loopfold.training.options import OptionError
 
     y: Tensor | None = None
     if gradients and steps is None:
@@ -90,18 +90,20 @@ def draw(
 
 def _of_run(path: Path, steps: int | None, trust: bool) -> "tuple[nn.Module, Tensor | None]":
     """The model of a run, and tokens for `steps` steps of its own held-out text."""
-    from loopfold.comparison import held_out
+    from loopfold.errors import OptionError
     from loopfold.training.run import open_run
 
     run = open_run(path, trust=trust)
     if steps is None or steps < 1:
         return run.model, None
-    ids = held_out(run, corpus := run.corpus(), corpus.part).ids
-    streams = max(1, min(8, len(ids) // steps))
-    return run.model, ids[: steps * streams].view(streams, -1).T
+    _, y = run.passages(steps)
+    if len(y) < steps:
+        raise OptionError(f"the run's held-out text has only {len(y)} steps; got --steps {steps}.")
+    return run.model, y
 
 
 def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -> "nn.Module":
+    from loopfold.errors import OptionError, choose
     from loopfold.feeding import Classes, Reals
     from loopfold.patterns import (
         Autoencoder,
@@ -112,7 +114,7 @@ def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -
         VectorToSequence,
     )
     from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked
-    from loopfold.training.options import OptionError, choose, make_cell
+    from loopfold.training.cells import make_cell
 
     def layer(reads: int, both: bool = bidirectional) -> RecurrentLayer:
         parts: list[RecurrentLayer] = []
@@ -147,8 +149,8 @@ def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -
 
 
 def _feeding(name: str) -> "Feeding":
+    from loopfold.errors import choose
     from loopfold.feeding import FreeRunning, ScheduledSampling, TeacherForcing
-    from loopfold.training.options import choose
 
     kinds: dict[str, Feeding] = {
         "teacher": TeacherForcing(),

@@ -10,9 +10,9 @@ import typer
 from loopfold.cli.base import RunArgument, TrustOption, app
 
 if TYPE_CHECKING:
-    from loopfold.comparison import Row
     from loopfold.evaluation import Ledger
     from loopfold.training.run import Run
+    from loopfold.training.table import Row
 
 # ------------------------------------------------------------------ evaluate and compare
 
@@ -38,10 +38,9 @@ def evaluate(
     trust: TrustOption = False,
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
-    from loopfold.comparison import held_out
+    from loopfold.errors import OptionError
     from loopfold.evaluation import perplexity
     from loopfold.text.corpus import read_text
-    from loopfold.training.options import OptionError, choose
     from loopfold.training.run import open_run
 
     found = open_run(run, device, trust=trust)
@@ -50,9 +49,8 @@ def evaluate(
     if text:
         tokens = found.vocabulary.encode(read_text(text))
     else:
-        corpus = found.corpus()
-        on = on or corpus.part
-        tokens = held_out(found, corpus, choose("part", on, ("test", "valid", "train")))
+        on = on or found.corpus().part
+        tokens = found.tokens(on)
     ledger = perplexity(found.model, tokens, streams=streams, window=window, carried=not cold)
     typer.echo(
         json.dumps(ledger.as_json(), indent=1)
@@ -62,7 +60,7 @@ def evaluate(
 
 
 def _describe(ledger: "Ledger", text: str, window: int) -> str:
-    state = "carried through the whole text" if ledger.carried else f"begun anew every {window} tokens"
+    state = "carried through the whole text" if ledger.carried else f"started again every {window} tokens"
     lines = [
         ("text", text),
         ("tokens scored", f"{ledger.tokens:,} ({ledger.unit}s), {ledger.unknown or 0:,} of them unknown"),
@@ -94,9 +92,10 @@ def compare(
 ) -> None:
     """A table of the run beside uniform, n-gram, window and convolution models, on the same text and ledger."""
     from loopfold import comparison
+    from loopfold.errors import choose
     from loopfold.training.folder import RunFolder
-    from loopfold.training.options import choose
     from loopfold.training.run import open_run
+    from loopfold.training.table import Comparison
     from loopfold.training.watching import Silent, Terminal
 
     if on is not None:
@@ -106,10 +105,10 @@ def compare(
     rows = comparison.compare(
         opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
     )
-    data = {"on": on, "rows": [row.as_json() for row in rows]}
-    RunFolder(runs[0]).write_json("comparison.json", data)
+    table = Comparison(on, rows)
+    table.write(RunFolder(runs[0]))
     if as_json:
-        typer.echo(json.dumps(data, indent=1))
+        typer.echo(json.dumps(table.as_json(), indent=1))
     else:
         _print_table(opened, rows, on)
 
@@ -161,8 +160,8 @@ def generate(
     trust: TrustOption = False,
 ) -> None:
     """Let a trained model write. Text appears as it is written; every token costs the same, however long the text."""
+    from loopfold.errors import OptionError
     from loopfold.generation import generate as write
-    from loopfold.training.options import OptionError
     from loopfold.training.run import open_run
 
     found = open_run(run, device, trust=trust)
@@ -191,9 +190,9 @@ def _pick(
 ) -> Any:
     import torch
 
+    from loopfold.errors import OptionError
     from loopfold.feeding import Greedy, Sample
     from loopfold.generation import Beam
-    from loopfold.training.options import OptionError
 
     narrowed = temperature not in (0, 1) or top_k is not None or top_p is not None
     if sum([beam is not None, greedy or temperature == 0]) > 1 or (narrowed and (greedy or beam is not None)):

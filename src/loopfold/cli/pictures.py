@@ -10,8 +10,6 @@ import typer
 from loopfold.cli.base import RunArgument, TrustOption, app
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from loopfold.drawing.figure import Drawing
     from loopfold.gradients import GradientFlow
     from loopfold.probing import Tracked
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------ gradients
 
-PASSAGES = 8  # read side by side, from all over the text
 SHARES = 200_000_000  # numbers: the shares of each step hold as many as the parameters, times the steps
 READ = 4_000  # characters over which units are compared with features of the text
 
@@ -39,29 +36,26 @@ def gradients(
     trust: TrustOption = False,
 ) -> None:
     """Where gradients vanish or explode, what each step adds, the eigenvalues of W, and which unit tracks what."""
-    from loopfold.comparison import held_out
+    from loopfold.errors import OptionError
     from loopfold.gradients import gradient_flow, per_step_gradients
     from loopfold.language.base import count_parameters
     from loopfold.language.recurrent import RecurrentLM
     from loopfold.probing import hidden_states
     from loopfold.training.folder import RunFolder
-    from loopfold.training.options import OptionError, choose
     from loopfold.training.run import open_run
 
     found = open_run(run, trust=trust)
     model = found.model
     if not isinstance(model, RecurrentLM):
         raise OptionError(f"{run} is a {found.options.kind} without recurrence: no gradient goes back through time.")
-    corpus = found.corpus()
-    on = choose("part", on or corpus.part, ("test", "valid", "train"))
-    x, y = _passages(held_out(found, corpus, on).ids, steps)
+    on = on or found.corpus().part
+    x, y = found.passages(steps, on)
     network, x = model.network, model.encode(x)
     flow = gradient_flow(network, network.loss, x, y)
     fewer = max(1, min(len(x), SHARES // count_parameters(network)))
     shares = per_step_gradients(network, network.loss, x[:fewer], y[:fewer])
     spectrum, without = _spectrum(found)
-    text = {"test": corpus.test, "valid": corpus.valid, "train": corpus.train}[on]
-    states = hidden_states(model, found.vocabulary, text[:READ])
+    states = hidden_states(model, found.vocabulary, found.text(on)[:READ])
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
     drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
     paths = _save(drawings, out or RunFolder(run).below("pictures"))
@@ -83,21 +77,6 @@ def gradients(
         typer.echo(_describe(passages, flow, _radii(spectrum, without), states.tracking, paths))
 
 
-def _passages(ids: "Tensor", steps: int) -> tuple["Tensor", "Tensor"]:
-    """Passages from all over the text, x and y `[τ, passages]`: y(t) is the token after x(t). States begin at zero."""
-    import torch
-
-    from loopfold.training.options import OptionError
-
-    if len(ids) < 2:
-        raise OptionError(f"the text has {len(ids)} token, and one must follow another: choose another part with --on.")
-    steps = min(steps, len(ids) - 1)
-    count = min(PASSAGES, (len(ids) - 1) // steps)
-    starts = torch.linspace(0, len(ids) - 1 - steps, count).long()
-    place = starts + torch.arange(steps)[:, None]
-    return ids[place], ids[place + 1]
-
-
 def _spectrum(run: "Run") -> "tuple[Eigenvalues | None, str]":
     """The eigenvalues; or none, and why: a cell of the user's own may have no such matrix."""
     from loopfold.spectrum import eigenvalues
@@ -109,14 +88,13 @@ def _spectrum(run: "Run") -> "tuple[Eigenvalues | None, str]":
 
 
 def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
-    from loopfold.training.folder import RunError
+    from loopfold.training.folder import ELSEWHERE, RunError
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise RunError(f"{folder} cannot be written: {reason}. Choose another place with --out.") from error
+        raise RunError(f"{folder} cannot be written: {error.strerror or error}. ", *ELSEWHERE) from error
 
 
 def _describe(

@@ -1,13 +1,54 @@
 """The command that makes a run: train."""
 
+import inspect
 import os
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app
+from loopfold.cli.base import TrustOption, app, flag
+from loopfold.errors import OptionError
+from loopfold.training.options import PRESETS, Options, preset
+
+OPTIONS = {option.name: option for option in fields(Options)}
+TEXT = OPTIONS.pop("sources")
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each option of a run in place of its `**options`."""
+    hints, signature = get_type_hints(Options), inspect.signature(command)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+    flags = [_flag(option, str if name == "split" else hints[name]) for name, option in OPTIONS.items()]
+    command.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    return command
+
+
+def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
+    """None by default, which leaves the option to the preset."""
+    about = f"{option.metadata['help']} {_defaults(option.name)}"
+    info = typer.Option(help=about, show_default=False, rich_help_panel="Options of the run")
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def _defaults(name: str) -> str:
+    """What an option is in the first preset, and in those that differ from it; nothing where all leave it out."""
+    presets: dict[str, list[str]] = {}
+    for known in PRESETS:
+        presets.setdefault(_spelt(getattr(preset(known), name)), []).append(known)
+    first, *others = presets
+    said = "; ".join([first, *(f"{', '.join(presets[value])}: {value}" for value in others)])
+    return f"[default: {said}]" if said else ""
+
+
+def _spelt(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "/".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
 
 
 @app.command(
@@ -15,98 +56,61 @@ from loopfold.cli.base import TrustOption, app
     "`loopfold generate runs/bard --prompt 'ROMEO:'`. Under `torchrun --nproc-per-node 2 -m loopfold train …` the "
     "streams are shared by two processes."
 )
+@with_flags
 def train(
-    text: Annotated[
-        list[str] | None,
-        typer.Argument(help="Files or folders of UTF-8 text, - for standard input; python-docs by default."),
-    ] = None,
+    text: Annotated[list[str] | None, typer.Argument(help=TEXT.metadata["help"])] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to make; runs/NAME-N by default.")] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
     ] = None,
-    preset: Annotated[
+    preset_name: Annotated[
         str | None,
         typer.Option(
-            help="quick (the default: a minute or two), standard (ten minutes) or words; other flags change it."
+            "--preset",
+            help="quick (the default: a minute or two), standard (ten minutes) or words; other flags change it.",
         ),
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Shares of train/valid/test, such as 90/5/5.")] = None,
-    valid: Annotated[str | None, typer.Option(help="A valid text of its own; then TEXT is all for training.")] = None,
-    test: Annotated[str | None, typer.Option(help="A test text of its own.")] = None,
-    unit: Annotated[str | None, typer.Option(help="characters, bytes, words or subwords (BPE).")] = None,
-    vocabulary_size: Annotated[int | None, typer.Option(help="The most words, or the number of subwords.")] = None,
-    model: Annotated[str | None, typer.Option(help="recurrent, or a baseline: window, convolution.")] = None,
-    cell: Annotated[
-        str | None, typer.Option(help="elman, lstm, gru, layernorm-lstm, or your own: path/to/file.py:Class.")
-    ] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="Units in a layer.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers on top of each other.")] = None,
-    embedding_size: Annotated[int | None, typer.Option(help="The hidden size by default.")] = None,
-    one_hot: Annotated[bool | None, typer.Option("--one-hot", help="One-hot vectors, no embedding.")] = None,
-    tied: Annotated[bool | None, typer.Option(help="One table for embedding and readout.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Between layers and before the readout.")] = None,
-    variational: Annotated[bool | None, typer.Option(help="Dropout with one mask for a whole window.")] = None,
-    span: Annotated[int | None, typer.Option(help="How many tokens a window or a convolution sees.")] = None,
-    streams: Annotated[int | None, typer.Option(help="Parts of the text read side by side: the batch size.")] = None,
-    window: Annotated[int | None, typer.Option(help="Steps that gradients go back; the state goes further.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Times through the text.")] = None,
-    optimiser: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="At its highest.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine, after the warm-up.")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps in which the rate rises.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="How weights shrink by themselves.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
-    clip: Annotated[float | None, typer.Option(help="The largest norm of the gradient; 0: not clipped.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option(help="Steps from one evaluation to the next; an epoch by default.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the first weights and of dropout.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     save_every: Annotated[float, typer.Option(help="Seconds from one checkpoint to the next.")] = 30.0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
     trust: TrustOption = False,
+    **options: Any,
 ) -> None:
     """Train a language model on text, into a run folder. Stop it when you like: --resume goes on, bit for bit."""
-    flags = {name: value for name, value in locals().items() if value is not None}
-    from loopfold.training import loop, options, watching
-
-    names = {field.name for field in fields(options.Options)}
-    changes: dict[str, Any] = {name: value for name, value in flags.items() if name in names}
-    if split is not None:
-        changes["split"] = _shares(split)
+    changes = {name: value for name, value in options.items() if value is not None}
+    if resume is not None:
+        given = {"TEXT": text, "--out": out, "--preset": preset_name}
+        unwanted = [name for name, value in given.items() if value]
+        unwanted += [flag(name, value if isinstance(value, bool) else None) for name, value in changes.items()]
+        if unwanted:
+            raise OptionError(f"--resume goes on with the options that the run has; leave out {', '.join(unwanted)}.")
+    elif trust:
+        raise OptionError("--trust goes with --resume: a cell of your own, given with --cell, is yours already.")
+    if "split" in changes:
+        changes["split"] = _shares(changes["split"])
     if text:
         changes["sources"] = tuple(text)
+    from loopfold.training import loop, watching
+
     rank = int(os.environ.get("RANK", 0))
     watchers: list[watching.Watcher] = [] if quiet or rank else [watching.Terminal()]
     if tensorboard and not rank:
         watchers.append(watching.TensorBoard())
     watcher = watching.Several(watchers)
     if resume is not None:
-        if given := [name for name in flags if name in {*names, "out", "preset"} or (name == "text" and text)]:
-            other = ", ".join(name.upper() if name == "text" else f"--{name.replace('_', '-')}" for name in given)
-            raise options.OptionError(f"--resume goes on with the options that the run has; leave out {other}.")
         run = loop.resume(resume, watcher=watcher, save_every=save_every, trust=trust)
-    elif trust:
-        raise options.OptionError(
-            "--trust goes with --resume: a cell of your own, given with --cell, is yours already."
-        )
     else:
-        chosen = options.preset(preset or "quick", **changes)
-        run = loop.train(chosen, out, watcher=watcher, save_every=save_every)
+        run = loop.train(preset(preset_name or "quick", **changes), out, watcher=watcher, save_every=save_every)
     if not rank:
         following = "; ".join(f"loopfold {command} {run.path}" for command in ("compare", "generate", "report"))
         typer.echo(f"The run is in {run.path}. Next: {following}")
 
 
 def _shares(split: str) -> tuple[float, ...]:
-    from loopfold.training.options import OptionError
-
     try:
         train_, valid, test = map(float, split.replace(",", "/").split("/"))
     except ValueError:
         raise OptionError(
-            f"--split takes shares of train/valid/test, such as 90/5/5, or 90/10/0; {split!r} came."
+            f"--split needs shares of train/valid/test, such as 90/5/5 or 90/10/0; got {split!r}."
         ) from None
     return train_, valid, test

@@ -8,9 +8,9 @@ A k-gram `h w` is a context h of k-1 tokens and the token w after it; h′ is h 
     γ(h)       = Σ_w D(a(h w)) / A(h)
     a(g)       = #{v : v g is in the text} + #{places of g in the text with nothing before it}
 
-and P = P_n. To the model there is nothing before an n-gram, so those have their plain counts, as has what begins with
-the boundary; all else counts the different tokens that it continues. A count a loses D(a) = D_min(a, 3), D(0) = 0. For
-each k by itself, with n_i the number of k-grams whose a is i,
+and P = P_n. The model sees nothing before an n-gram, so n-grams have their plain counts, and so does what begins with
+the boundary; everything else counts the different tokens that it continues. A count a loses D(a) = D_min(a, 3),
+D(0) = 0. For each k by itself, with n_i the number of k-grams whose a is i,
 
     Y = n_1 / (n_1 + 2 n_2),    D_i = i - (i+1) Y n_{i+1} / n_i,    i = 1, 2, 3
 
@@ -63,15 +63,15 @@ class NGramLM(LanguageModel):
         super().__init__()
         self.vocabulary_size = whole_number("NGramLM", "vocabulary_size", vocabulary_size)
         if type(order) is not int or order < 0:
-            raise ValueError(f"NGramLM needs order as a whole number of at least 0; {order!r} came.")
+            raise ValueError(f"NGramLM needs order as a whole number of at least 0; got {order!r}.")
         if boundary is not None and (type(boundary) is not int or not 0 <= boundary < vocabulary_size):
             raise ValueError(
-                f"NGramLM needs boundary as a token from 0 to {vocabulary_size - 1}, or None; {boundary!r} came."
+                f"NGramLM needs boundary as a token from 0 to {vocabulary_size - 1}, or None; got {boundary!r}."
             )
         self.order, self.boundary = order, boundary
         tokens = _whole(tokens, "tokens")
         if tokens.dim() != 1 or not len(tokens):
-            raise ValueError(f"NGramLM needs a text of at least one token, [T]; {tuple(tokens.shape)} came.")
+            raise ValueError(f"NGramLM needs a text of at least one token, [T]; got {tuple(tokens.shape)}.")
         self._within(tokens, self.vocabulary_size - 1, "tokens")
         self._orders = list(_count(tokens.numpy(), vocabulary_size, order, boundary))
         self.entries_by_order = [len(o.keys) - 1 for o in self._orders]  # k-grams in the text, k = 1 … order
@@ -95,17 +95,17 @@ class NGramLM(LanguageModel):
     def forward(self, tokens: Tensor, context: Context, lengths: Tensor | None = None) -> Scored:
         device, tokens = tokens.device, _whole(tokens, "tokens")
         if tokens.dim() != 2:
-            raise ValueError(f"tokens must be [τ, batch]; {tuple(tokens.shape)} came.")
+            raise ValueError(f"tokens must be [τ, batch]; got {tuple(tokens.shape)}.")
         tau, batch = tokens.shape
         before = self._read(context)
         if before.shape[1] != batch:
             raise ValueError(
-                f"tokens {tuple(tokens.shape)} need a context of {batch} texts; one of {before.shape[1]} came. "
+                f"tokens {tuple(tokens.shape)} need a context of {batch} texts; got one of {before.shape[1]}. "
                 f"Type model.initial_context({batch})."
             )
         ends = torch.full((batch,), tau) if lengths is None else _whole(lengths, "lengths")
         if ends.shape != (batch,) or not ((ends >= 0) & (ends <= tau)).all():
-            raise ValueError(f"lengths must be {batch} whole numbers from 0 to {tau}; {ends.tolist()} came.")
+            raise ValueError(f"lengths must be {batch} whole numbers from 0 to {tau}; got {ends.tolist()}.")
         there = alive(tokens, ends)
         tokens = tokens.where(there, 0)  # whatever fills the rest of a column
         self._within(tokens, self.vocabulary_size - 1, "tokens")
@@ -171,9 +171,9 @@ class NGramLM(LanguageModel):
 def _whole(tokens: Tensor, name: str) -> Tensor:
     """Counting and looking up are NumPy's, so on the CPU."""
     if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name} must be a tensor; a {type(tokens).__name__} came. Type torch.as_tensor({name}).")
+        raise TypeError(f"{name} must be a tensor; got a {type(tokens).__name__}. Type torch.as_tensor({name}).")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers; {tokens.dtype} came. Type {name}.long().")
+        raise TypeError(f"{name} must be whole numbers; got {tokens.dtype}. Type {name}.long().")
     return tokens.long().cpu()
 
 
@@ -183,7 +183,7 @@ def _count(w: Ints, V: int, n: int, boundary: int | None) -> Iterator[_Order]:
     if boundary is not None:
         w, t = np.append(boundary, w), np.arange(len(w) + 1)
         begin = np.maximum.accumulate(np.where(w == boundary, t, 0))
-        reach = t - np.append(1, begin[:-1])  # -1 for the boundary put in front, which is no event
+        reach = t - np.append(1, begin[:-1])  # -1 for the boundary put in front, which is not an event
     reach = np.minimum(reach, n - 1)
 
     ids, keys, contexts = w, np.arange(V), 1  # ids[t]: of the k-gram that ends at t, where reach[t] ≥ k-1

@@ -107,7 +107,7 @@ def recurrent_lm(
     if tied:
         n = network.recurrent.hidden_size
         if n != embedding_size:
-            raise ValueError(f"tied weights need an embedding of the hidden size, {n}; {embedding_size} came.")
+            raise ValueError(f"tied weights need an embedding of the hidden size, {n}; got {embedding_size}.")
         nn.init.normal_(embedding.weight, std=1 / math.sqrt(n))  # as an output layer starts
         network.readout = TiedReadout(embedding)
     return RecurrentLM(network, kind(dropout))
@@ -122,6 +122,6 @@ def as_language_model(model: nn.Module) -> LanguageModel:
         found.training = model.training
         return found
     raise TypeError(
-        f"a {type(model).__name__} is no language model. Give one of ours, such as lf.NGramLM, or a "
+        f"a {type(model).__name__} is not a language model. Give one of ours, such as lf.NGramLM, or a "
         f"lf.SequenceToSequence whose outputs are the tokens; or derive from lf.LanguageModel."
     )

@@ -16,19 +16,19 @@ from loopfold.drawing.networks import circuit as circuit_of
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Unfolded
+from loopfold.errors import OptionError
 from loopfold.gradients import gradient_flow
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.probing import HiddenStates, hidden_states
 from loopfold.report.markup import escape, figure, picture, scroll_box
 from loopfold.report.sections import Section
 from loopfold.report.subject import Subject
-from loopfold.training.options import OptionError
 
 STEPS = (*range(1, 9), 100)  # of the unfolded graphs; of the last, the middle is left out
 FIRST = 3  # the one that is shown first
 FLOW = 64  # steps over which gradients are followed
 UNITS = 32  # rows of the map of hidden states
-NO_NUMBER = -32768  # stands for a value that is no finite number; all others are from -32767 to 32767
+NO_NUMBER = -32768  # stands for a value that is not a finite number; all others are from -32767 to 32767
 
 
 def inside(subject: Subject) -> list[Section]:
@@ -162,7 +162,8 @@ def _readout(name: str) -> str:
 
 def _states(subject: Subject, model: RecurrentLM) -> Section:
     found = hidden_states(model, subject.run.vocabulary, subject.text)
-    values, pieces = found.values[: len(subject.ids)].float(), found.pieces[: len(subject.ids)]
+    seen = len(subject.tokens[1])
+    values, pieces = found.values[:seen].float(), found.pieces[:seen]
     scale = float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
     whole = (values / scale * 32767).round().where(values.isfinite(), NO_NUMBER).to(torch.int16)
     tracked = {t.unit: f"{t.feature} {t.correlation:+.2f}" for t in reversed(found.tracking)}

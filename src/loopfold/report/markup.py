@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loopfold.drawing.figure import Drawing
 
-# What HTML has no place for: control characters but tab and newline, halves of pairs, and what is no character.
+# What HTML does not allow: control characters except tab and newline, halves of surrogate pairs, and non-characters.
 _UNFIT = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 

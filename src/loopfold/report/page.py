@@ -9,7 +9,7 @@ from loopfold.report.inside import inside
 from loopfold.report.markup import asset, data_block, escape, fingerprint
 from loopfold.report.sections import Section, summary, the_curve, the_run, the_samples, the_table
 from loopfold.report.subject import Subject
-from loopfold.training.folder import RunError
+from loopfold.training.folder import ELSEWHERE, OUT, RunError
 from loopfold.training.run import Run
 
 
@@ -23,14 +23,15 @@ def write_report(run: Run, out: str | Path | None = None, passage: str | None = 
     if out.is_dir():
         raise RunError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
     if out.suffix.lower() not in (".html", ".htm"):
-        raise RunError(f"the report is a page for a browser: name it .html; {out.name} came.")
+        raise RunError(f"the report is a page for a browser, so its name must end in .html; got {out.name}.")
     if not out.parent.is_dir():  # before the work, not after it
-        raise RunError(f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another --out.")
+        missing = f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another "
+        raise RunError(missing, OUT, ".")
     page = report_page(Subject(run, passage))
     try:
         write_whole(out, page.encode())
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror or error}. Choose another --out.") from error
+        raise RunError(f"{out} cannot be written: {error.strerror or error}. ", *ELSEWHERE) from error
     return out
 
 

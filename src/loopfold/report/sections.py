@@ -11,6 +11,7 @@ from torch import Tensor
 from loopfold.drawing.charts import learning_curves
 from loopfold.feeding import Greedy, Outputs, Pick, Sample
 from loopfold.generation import generate
+from loopfold.language.base import count_parameters
 from loopfold.report.markup import escape, figure, picture, scroll_box, table
 from loopfold.report.subject import REMEDY, Subject
 
@@ -35,18 +36,18 @@ def summary(subject: Subject) -> str:
     what = "A recurrent network" if run.options.model == "recurrent" else "A network without recurrence"
     layers = f"{run.options.layers} layers of " if run.options.layers > 1 else ""
     sentence = (
-        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learnt to predict the next "
+        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learned to predict the next "
         f"{unit} from {run.config['corpus']['tokens']:,} {unit}s of {escape(subject.corpus.name)}. It knows "
         f"{run.vocabulary.size:,} different {unit}s."
     )
     if subject.best is not None:
         sentence += f" Its best loss on the valid text is {subject.best:.4f} nats per {unit}."
-    figures = [("parameters", f"{subject.parameters:,}"), ("in training", duration(subject.seconds))]
+    figures = [("parameters", f"{count_parameters(run.model):,}"), ("in training", duration(run.seconds))]
     if ledger is not None:
         name = f"perplexity a {unit}, {subject.part} text"
         figures.insert(0, (name, number(ledger.perplexity)))
-    if subject.speed is not None:
-        figures.append((f"{unit}s a second in training", f"{subject.speed:,.0f}"))
+    if math.isfinite(run.tokens_per_second):
+        figures.append((f"{unit}s a second in training", f"{run.tokens_per_second:,.0f}"))
     pairs = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
     note = f'<p class="note">{escape(subject.trouble)}</p>' if subject.trouble else ""
     return f'<p class="lead">{sentence}</p>{note}<dl class="figures">{pairs}</dl>'
@@ -82,10 +83,10 @@ def the_run(subject: Subject) -> Section:
         "vocabulary": f"{run.vocabulary.size:,} {subject.unit}s",
         "SHA-256": corpus.sha256[:16] + "…",
     }
-    model = {"parameters": f"{subject.parameters:,}"}
+    model = {"parameters": f"{count_parameters(run.model):,}"}
     training = {
         "steps taken": f"{steps:,}",
-        "time": duration(subject.seconds),
+        "time": duration(run.seconds),
         "best valid loss": "—" if subject.best is None else f"{subject.best:.4f} nats per {subject.unit}",
         "versions": ", ".join(f"{name} {value}" for name, value in run.config["versions"].items()),
     }
@@ -127,15 +128,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def number(value: float | None) -> str:
-    """A perplexity; None stands for one without bounds.
+def number(value: float) -> str:
+    """A perplexity.
 
-    >>> number(3.10139), number(None), number(math.nan)
+    >>> number(3.10139), number(math.inf), number(math.nan)
     ('3.101', '∞', 'no number')
     """
-    if value is not None and math.isnan(value):
+    if math.isnan(value):
         return "no number"
-    return "∞" if value is None or math.isinf(value) else f"{value:,.3f}"
+    return "∞" if math.isinf(value) else f"{value:,.3f}"
 
 
 # ------------------------------------------------------------------ how it went, and how good it is
@@ -155,12 +156,12 @@ def the_curve(subject: Subject) -> Section:
 
 
 def the_table(subject: Subject) -> Section:
-    rows, note = subject.table.rows, subject.table.note
-    body = ""
-    if rows:
-        bits = [row["ledger"]["bits_per_character"] for row in rows]
-        most = max((b for b in bits if b is not None), default=1.0)
-        ledger = rows[-1]["ledger"]
+    table_of, body = subject.table, ""
+    if table_of.rows:
+        bits = [row.ledger.bits_per_character for row in table_of.rows]
+        shares = [b if b is not None and math.isfinite(b) else None for b in bits]
+        most = max((b for b in shares if b is not None), default=1.0)
+        ledger = table_of.rows[-1].ledger
         body = (
             "<p>Perplexity says among how many equally likely ones the model in effect has to choose the next "
             f"{escape(subject.unit)}: 1 for a perfect model, the size of the vocabulary for one that knows nothing. "
@@ -168,29 +169,23 @@ def the_table(subject: Subject) -> Section:
         )
         cells = [
             (
-                "own" if row["name"] == subject.table.own else "",
+                "own" if row is table_of.own else "",
                 (
-                    escape(row["name"]),
-                    f"{row['parameters']:,}",
-                    _perplexity(subject, row),
+                    escape(row.name),
+                    f"{row.parameters:,}",
+                    number(row.ledger.perplexity),
                     "—" if b is None else f"{b:.3f}",
                     _bar((b or 0) / most),
                 ),
             )
-            for row, b in zip(rows, bits, strict=True)
+            for row, b in zip(table_of.rows, shares, strict=True)
         ]
         head = ["model", "parameters", "perplexity", "bits per character", '<span class="unseen">as a bar</span>']
-        caption = f"{subject.corpus.name}, {subject.part} text: {ledger['tokens']:,} {ledger['unit']}s"
+        caption = f"{subject.corpus.name}, {subject.part} text: {ledger.tokens:,} {ledger.unit}s"
         body += scroll_box(table(head, cells, escape(caption)), "Perplexities")
-    if note:
-        body += f'<p class="note">{_with_command(note)}</p>'
+    if table_of.note:
+        body += f'<p class="note">{_with_command(table_of.note)}</p>'
     return Section("perplexity", "Perplexity beside baselines", body)
-
-
-def _perplexity(subject: Subject, row: Mapping[str, Any]) -> str:
-    if row["name"] == subject.table.own and subject.ledger is not None:
-        return number(subject.ledger.perplexity)  # it may be no number, which a row does not tell from ∞
-    return number(row["ledger"]["perplexity"])
 
 
 def _bar(share: float) -> str:
@@ -217,7 +212,7 @@ def the_samples(subject: Subject) -> Section:
     try:
         written = {name: generate(model, vocabulary, "", length, _Sound(pick)) for name, pick in picks.items()}
     except FloatingPointError:
-        said = f"It writes nothing: what it puts out is no finite number. {REMEDY}"
+        said = f"It writes nothing: its outputs are not finite numbers. {REMEDY}"
         return Section("samples", "What it writes", f'<p class="note">{said}</p>')
     samples = "".join(
         figure(f'<pre dir="auto">\n{escape(text)}</pre>', name, "sample") for name, text in written.items()
@@ -231,11 +226,11 @@ def the_samples(subject: Subject) -> Section:
 
 @dataclass(frozen=True)
 class _Sound(Pick):
-    """As another pick, from numbers alone: of what is none, nothing can be picked."""
+    """Another pick, which refuses what is not a number: nothing can be picked from that."""
 
     pick: Pick
 
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         if bool(o.isnan().any()) or bool(o.isposinf().any()):
-            raise FloatingPointError("an output is no finite number")
+            raise FloatingPointError("an output is not a finite number")
         return self.pick(o, outputs)

@@ -15,12 +15,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TextIO
 
+from loopfold.errors import Mendable
+
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
 _STDIN = "standard input"
 
 
-class CorpusError(ValueError):
+class CorpusError(Mendable, ValueError):
     """Text that cannot be used; the message says why, and what to do."""
 
 
@@ -162,7 +164,7 @@ def _read(source: str) -> str:
 
 @cache
 def _read_stdin(stream: TextIO) -> bytes:
-    """All of it; a second time, what the first gave."""
+    """All of it; the second call gives the same as the first."""
     if stream.isatty():
         raise CorpusError(f"{_STDIN} is the keyboard: pipe the text in, as in cat text.txt | loopfold train -")
     return stream.buffer.read()
@@ -204,7 +206,7 @@ def _missing(path: Path) -> str:
         names |= {*os.listdir(path.parent)} - {path.name}  # a link that leads nowhere has a name
     for close in get_close_matches(path.name, names, n=1):
         return f"there is no file {path}. Did you mean {path.with_name(close)}?"
-    where = "" if path.parent.is_dir() else f", nor a folder {path.parent}"
+    where = "" if path.parent.is_dir() else f" and no folder {path.parent}"
     return f"there is no file {path}{where}: name a text file, or type {PYTHON_DOCS} to try without one."
 
 

@@ -30,8 +30,8 @@ class Streams:
         streams[1]    c  g  k
                       d  h  ·   the ragged end: lengths are 2, 2, 1
 
-    The ragged row never stands alone, since a window without tokens would have no loss: were windows three steps long,
-    streams[0] would be the only one and have all four rows. Fewer tokens than streams make `count` smaller.
+    The ragged row is never a window by itself, since a window without tokens would have no loss: with windows of three
+    steps, streams[0] would be the only one and have all four rows. Fewer tokens than streams make `count` smaller.
 
     >>> streams = Streams(torch.arange(11), count=3, window=2)
     >>> streams[1].tokens.tolist(), streams[1].lengths
@@ -47,12 +47,12 @@ class Streams:
     def __post_init__(self) -> None:
         if self.ids.dim() != 1 or self.ids.dtype != torch.int64 or not len(self.ids):
             raise ValueError(
-                f"Streams needs ids [n] of torch.int64, n at least 1; {tuple(self.ids.shape)} of {self.ids.dtype} came."
+                f"Streams needs ids [n] of torch.int64, n at least 1; got {tuple(self.ids.shape)} of {self.ids.dtype}."
             )
         whole_number("Streams", "window", self.window)
         object.__setattr__(self, "count", min(whole_number("Streams", "count", self.count), len(self.ids)))
         if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank {self.rank} came; {self.world} processes have ranks from 0 to {self.world - 1}.")
+            raise ValueError(f"rank must be from 0 to {self.world - 1} with {self.world} processes; got {self.rank}.")
         if self.count % self.world:
             raise ValueError(
                 f"{self.count} streams of {len(self.ids)} tokens cannot be shared evenly by {self.world} processes: "
@@ -86,5 +86,5 @@ class Streams:
 
     def _first_row(self, i: int) -> int:
         if not 0 <= i < len(self):
-            raise IndexError(f"window {i} came; there are windows from 0 to {len(self) - 1}.")
+            raise IndexError(f"windows run from 0 to {len(self) - 1}; got {i}.")
         return i * self.window

@@ -42,7 +42,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Vocabulary(ABC):
-    """The tokens that a model knows; each has a number from 0 to `size` - 1. Learnt from training text by `of`."""
+    """The tokens that a model knows; each has a number from 0 to `size` - 1. `of` learns them from training text."""
 
     unit: ClassVar[str]
     unknown: ClassVar[int | None] = None  # the id of <unk>; None where nothing can be unknown
@@ -51,6 +51,11 @@ class Vocabulary(ABC):
     @abstractmethod
     def encode(self, text: str) -> Tokens:
         """The tokens of a text."""
+
+    def beginning(self, text: str) -> Tensor:
+        """The tokens of a text that goes on `[n]`: a line that is not at its end yet has no `<eos>`."""
+        ids = self.encode(text).ids
+        return ids[:-1] if self.end is not None and text and not text.endswith("\n") else ids
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -80,7 +85,7 @@ class Vocabulary(ABC):
 
     def _entry(self, number: int) -> Any:
         if not 0 <= number < self.size:
-            raise ValueError(f"id {number} came; this vocabulary has ids from 0 to {self.size - 1}.")
+            raise ValueError(f"ids of this vocabulary run from 0 to {self.size - 1}; got {number}.")
         return self._table[number]
 
     def _tokens(self, text: str, parts: Iterable[NDArray[np.int64]]) -> Tokens:
@@ -90,7 +95,7 @@ class Vocabulary(ABC):
 
 
 def vocabulary_from_json(data: dict[str, Any]) -> Vocabulary:
-    """The vocabulary whose `as_json` this is.
+    """The vocabulary whose `as_json` gave this.
 
     >>> vocabulary_from_json({"kind": "characters", "symbols": "abc"}).size
     4
@@ -202,7 +207,7 @@ class Words(Vocabulary):
         has the word `<unk>`, since its rare words have then been replaced already.
         """
         if max_size is not None and whole_number("Words", "max_size", max_size) < 3:
-            raise ValueError(f"Words needs max_size of 3 or more, for <unk>, <eos> and a word; {max_size} came.")
+            raise ValueError(f"Words needs max_size of 3 or more, for <unk>, <eos> and a word; got {max_size}.")
         closed = re.search(r"(?<!\S)<unk>(?!\S)", text) is not None
         least = (1 if closed else 2) if min_count is None else whole_number("Words", "min_count", min_count)
         counts: Counter[str] = Counter()
@@ -281,7 +286,7 @@ class OfBytes(Vocabulary):
 
 @dataclass(frozen=True)
 class Bytes(OfBytes):
-    """The 256 bytes; nothing has to be learnt.
+    """The 256 bytes; there is nothing to learn.
 
     >>> Bytes().encode("é").ids.tolist()
     [195, 169]
@@ -321,12 +326,12 @@ class Subwords(OfBytes):
     @classmethod
     def of(cls, text: str, size: int = 2000) -> "Subwords":
         if whole_number("Subwords", "size", size) < 256:
-            raise ValueError(f"Subwords needs a size of 256 or more, since every byte is a token; {size} came.")
+            raise ValueError(f"Subwords needs a size of 256 or more, since every byte is a token; got {size}.")
         library = _library()
         tokenizer = cls._cutting(library.models.BPE())
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
         trainer = library.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-        # The time to learn from a word grows with its length squared, and a line of DNA is one word: 1000 letters do.
+        # The time to learn from a word grows with the square of its length, and a line of DNA is one word: cut at 1000.
         parts = (part[0] for piece in _pieces(text) for part in _THOUSAND.finditer(piece))
         tokenizer.train_from_iterator(parts, trainer)
         return cls(tokenizer.to_str())
@@ -382,7 +387,7 @@ class Subwords(OfBytes):
 
 
 def _library() -> ModuleType:
-    # Threads of the library's own would not live through a fork, and it prints a warning then.
+    # The library's own threads would not survive a fork, and it prints a warning then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from loopfold.language.base import Context, LanguageModel
 from loopfold.states import leaves, rebuild
 from loopfold.training.folder import RunError, RunFolder
-from loopfold.training.options import Options, make_model
+from loopfold.training.making import make_model
+from loopfold.training.options import Options
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -39,8 +40,13 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())  # those that are shared come once
 
 
+def forms_of(model: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """The shapes of what a model has learned, by name."""
+    return {name: _form(t) for name, t in _named(model).items()}
+
+
 def _same_form(stored: dict[str, Tensor], model: nn.Module) -> bool:
-    return {k: _form(v) for k, v in stored.items()} == {k: _form(v) for k, v in _named(model).items()}
+    return {name: _form(t) for name, t in stored.items()} == forms_of(model)
 
 
 def _form(t: Tensor) -> tuple[torch.Size, bool]:

@@ -3,14 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 METRICS = "metrics.jsonl"
-FIXED = ("config.json", "vocabulary.json")  # never change
-SOMETIMES = ("cell.py", "stdin.txt")  # nor do these
+FIXED = ("config.json", "vocabulary.json")  # these never change
+SOMETIMES = ("cell.py", "stdin.txt")  # these neither, where a run has them
 _TENSORS = {kind: re.compile(kind + r"-[0-9]{1,19}\.safetensors") for kind in ("weights", "state")}
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -19,10 +19,10 @@ def from_json(data: bytes) -> dict[str, Any]:
     """The object in a file."""
     try:
         found = json.loads(data)
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is not text
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from error
-    return _mapping(found, "it")
+    return mapping(found, "it")
 
 
 def to_json(data: Mapping[str, Any]) -> bytes:
@@ -38,7 +38,7 @@ def check_fields(made: Any) -> None:
     for field in fields(made):
         value = getattr(made, field.name)
         if not _is(value, hints[field.name]):
-            raise ValueError(f"{field.name} must be {_words(hints[field.name])}; got {_shown(value)}.")
+            raise ValueError(f"{field.name} must be {_words(hints[field.name])}; got {shown(value)}.")
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -59,27 +59,31 @@ def _words(kind: Any) -> str:
         return " or ".join(map(_words, get_args(kind)))
     if get_origin(kind) is tuple:
         return {"text": "texts", "a number": "numbers"}[_words(get_args(kind)[0])]
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind, "nothing")
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
+    return words.get(kind, "nothing")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in a message: not too long, whatever it is."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "one of more than 64 bits"
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def _mapping(data: Any, what: str) -> dict[str, Any]:
+def mapping(data: Any, what: str) -> dict[str, Any]:
+    """An object of JSON, if it is one."""
     if not isinstance(data, dict):
-        raise ValueError(f"{what} must be an object; got {_shown(data)}")
+        raise ValueError(f"{what} must be an object; got {shown(data)}")
     return data
 
 
-def _value(data: Mapping[str, Any], name: str, kind: Any, least: float = -math.inf) -> Any:
+def value_of(data: Mapping[str, Any], name: str, kind: Any, least: float = -math.inf) -> Any:
+    """A member of an object, if it is there and of its kind."""
     if name not in data:
         raise ValueError(f"{name} is missing")
     value = data[name]
     if not _is(value, kind) or (kind in (int, float) and not least <= value):
         above = f" of at least {least:g}" if math.isfinite(least) else ""
-        raise ValueError(f"{name} must be {_words(kind)}{above}; got {_shown(value)}")
+        raise ValueError(f"{name} must be {_words(kind)}{above}; got {shown(value)}")
     return value
 
 
@@ -88,29 +92,29 @@ def _value(data: Mapping[str, Any], name: str, kind: Any, least: float = -math.i
 
 def check_config(data: dict[str, Any]) -> dict[str, Any]:
     """Options, which check themselves, versions and what the text was."""
-    _mapping(data.get("options"), "options")
-    corpus = _mapping(data.get("corpus"), "corpus")
-    _value(corpus, "name", str)
-    _value(corpus, "sha256", str)
-    _value(corpus, "tokens", int, 1)
+    mapping(data.get("options"), "options")
+    corpus = mapping(data.get("corpus"), "corpus")
+    value_of(corpus, "name", str)
+    value_of(corpus, "sha256", str)
+    value_of(corpus, "tokens", int, 1)
     return data
 
 
 def check_checkpoint(data: dict[str, Any]) -> dict[str, Any]:
     """Names of files, all in the folder itself, with the SHA-256 of each; `progress` is for the loop to check."""
-    _value(data, "step", int, 0)
-    _value(data, "metrics_bytes", int, 0)
-    _mapping(data.get("progress"), "progress")
-    files = _mapping(data.get("files"), "files")
+    value_of(data, "step", int, 0)
+    value_of(data, "metrics_bytes", int, 0)
+    mapping(data.get("progress"), "progress")
+    files = mapping(data.get("files"), "files")
     for name, digest in files.items():
         if name not in (*FIXED, *SOMETIMES, METRICS) and not any(form.fullmatch(name) for form in _TENSORS.values()):
-            raise ValueError(f"a run has no file {_shown(name)}")
+            raise ValueError(f"a run has no file {shown(name)}")
         if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise ValueError(f"the SHA-256 of {name} must be 64 digits; got {_shown(digest)}")
+            raise ValueError(f"the SHA-256 of {name} must be 64 digits; got {shown(digest)}")
     for kind in ("weights", "best", "state"):
         form = _TENSORS["state" if kind == "state" else "weights"]
-        if not form.fullmatch(_value(data, kind, str)):
-            raise ValueError(f"{kind} must be the name of a file of tensors; got {_shown(data[kind])}")
+        if not form.fullmatch(value_of(data, kind, str)):
+            raise ValueError(f"{kind} must be the name of a file of tensors; got {shown(data[kind])}")
     for name in (*FIXED, METRICS, data["weights"], data["best"], data["state"]):
         if name not in files:
             raise ValueError(f"files must hold {name}")
@@ -123,51 +127,14 @@ def check_metrics(data: bytes) -> list[dict[str, Any]]:
     for number, line in enumerate(data.splitlines(), start=1):
         try:
             entry = from_json(line)
-            _value(entry, "step", int, 0)
+            value_of(entry, "step", int, 0)
             for name in entry:
-                _value(entry, name, float)
+                value_of(entry, name, float)
             for name in ("epoch", "seconds"):
-                if not math.isfinite(_value(entry, name, float, 0)):
+                if not math.isfinite(value_of(entry, name, float, 0)):
                     raise ValueError(f"{name} must be finite; got {entry[name]}")
-            _value(entry, "train", float)
+            value_of(entry, "train", float)
         except ValueError as error:
             raise ValueError(f"in line {number}, {error}") from error
         entries.append(entry)
     return entries
-
-
-# ------------------------------------------------------------------ comparison.json
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A table of perplexities: the text that it is on, test or valid, and a `comparison_row` for each model."""
-
-    on: str
-    rows: tuple[dict[str, Any], ...]
-
-    @staticmethod
-    def from_json(data: Any) -> "Comparison":
-        try:
-            return Comparison(str(data["on"]), tuple(comparison_row(row) for row in data["rows"]))
-        except (LookupError, TypeError, ArithmeticError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def comparison_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is shown of a row of a comparison, in numbers that are numbers; None for those that are not finite."""
-    ledger = row["ledger"]
-    names = ("nll", "perplexity", "nats_per_token", "bits_per_character")
-    figures: dict[str, Any] = {"tokens": int(ledger["tokens"]), "unit": str(ledger["unit"])}
-    numbers = {name: math.nan if ledger[name] is None else float(ledger[name]) for name in names}
-    figures |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-    return {"name": str(row["name"]), "parameters": int(row["parameters"]), "ledger": figures}
-
-
-def baselines(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a learning curve is shown beside, in nats per token: the runs compared, the networks, the best n-gram."""
-    nats = {row["name"]: row["ledger"]["nats_per_token"] for row in rows}
-    known = {name: value for name, value in nats.items() if value is not None}
-    tables = [name for name in known if name.endswith("gram")]
-    worse = {"uniform", *sorted(tables, key=known.__getitem__)[1:]}
-    return {name: value for name, value in known.items() if name not in worse}

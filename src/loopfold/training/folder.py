@@ -1,4 +1,4 @@
-"""The run folder: all that a run is and has come to, in JSON and safetensors, whole at every moment.
+"""The run folder: everything about a run, in JSON and safetensors, complete at every moment.
 
     config.json                 options, seed, versions, the corpus and its checksum
     vocabulary.json
@@ -9,13 +9,13 @@
     state-1200.safetensors      the optimiser, and the state carried from window to window
     checkpoint.json             which of these files belong together, and the SHA-256 of each
 
-A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` comes last: until it is
-there, the one before it stands, with all its files. So a run can be killed at any moment and goes on from the last
-checkpoint, and a file that was torn or altered is found and named.
+A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` is written last: until
+then the one before it counts, with all its files. So a run can be killed at any moment and resumed from the last
+checkpoint, and a damaged file is found and named.
 
-One process at a time trains in a folder, and holds a lock on it from before it writes anything until it ends. Others
-may read. All that is read is checked, since a folder may come from anyone: every file is a plain file in the folder
-itself, of a name that a run has. Whether its `cell.py` may be run is asked elsewhere: see `trust.py`.
+One process at a time trains in a folder, and locks it from before its first write until it ends. Others may read.
+What is read is checked, since a folder may come from anyone: every file is a plain file in the folder itself, with a
+name that a run uses. Whether its `cell.py` may be run is decided in `trust.py`.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from loopfold.errors import Argument, Mendable
 from loopfold.files import open_plain, write_whole
 from loopfold.text.corpus import read_text
 from loopfold.text.vocabulary import Vocabulary, vocabulary_from_json
@@ -46,14 +46,16 @@ except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
+OUT, RESUME = Argument("out"), Argument("resume")
+ELSEWHERE = ("Choose another place with ", OUT, ".")
 
 
-class RunError(Exception):
-    """A run folder that cannot be used, or not be written; the message says why and what to do."""
+class RunError(Mendable):
+    """A run folder that cannot be used or written; the message says why, and what to do."""
 
 
 class Taken(RunError):
-    """A folder for a new run that is someone else's, or has something in it."""
+    """A folder for a new run that another process is using, or that has something in it."""
 
 
 class RunFolder:
@@ -75,7 +77,7 @@ class RunFolder:
         progress: Mapping[str, Any],
         weights: dict[str, Tensor],
     ) -> Iterator["RunFolder"]:
-        """A new folder with a checkpoint of step 0, locked while open. Nothing that is there already is overwritten."""
+        """A new folder with a checkpoint of step 0, locked while open. Nothing that exists already is overwritten."""
         folder = RunFolder(path)
         with _writing(path):
             try:
@@ -85,10 +87,8 @@ class RunFolder:
                 made = False
             if not path.is_dir():
                 if not os.path.lexists(path):
-                    raise RunError(
-                        f"{path} cannot be made: {path.parent} is no folder. Choose another place with --out."
-                    )
-                raise Taken(f"{path} is there already: choose another --out, or remove it.")
+                    raise RunError(f"{path} cannot be made: {path.parent} is not a folder. ", *ELSEWHERE)
+                raise Taken(f"{path} exists already: choose another ", OUT, ", or remove it.")
         with folder.locked():
             folder._claim()
             try:
@@ -116,7 +116,7 @@ class RunFolder:
             yield folder
 
     def _claim(self) -> None:
-        """Make the folder ours, or say whose it is. Of two processes one makes this file, with or without locks."""
+        """Make the folder ours, or refuse. Of two processes only one makes this file, with or without locks."""
         with _writing(self.path):
             taken = any(self.path.iterdir())
             if not taken:
@@ -125,8 +125,8 @@ class RunFolder:
                 except FileExistsError:
                     taken = True
         if taken:
-            word = "--resume it" if (self.path / "checkpoint.json").exists() else "remove it"
-            raise Taken(f"{self.path} is there already: choose another --out, or {word}.")
+            word = RESUME if (self.path / "checkpoint.json").exists() else "remove"
+            raise Taken(f"{self.path} exists already: choose another ", OUT, ", or ", word, " it.")
 
     def _remove(self, made: bool) -> None:
         """Take back what `create` has written, and nothing else."""
@@ -147,16 +147,16 @@ class RunFolder:
                 raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
             os.lstat(path / "config.json")
         except FileNotFoundError as error:
-            raise RunError(f"{path} is no run folder: it has no config.json.") from error
+            raise RunError(f"{path} is not a run folder: it has no config.json.") from error
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}.") from error
         if not os.path.lexists(path / "checkpoint.json"):
-            raise RunError(f"{path} has no checkpoint: the run ended before its first step. Remove it and start anew.")
+            raise RunError(f"{path} has no checkpoint: the run ended before its first step. Remove it and start again.")
         return folder
 
     @staticmethod
     def open(path: Path) -> "RunFolder":
-        """The run at `path`, every one of its files checked."""
+        """The run at `path`, with all its files checked."""
         folder = RunFolder.find(path)
         options, checkpoint = folder.options, folder.checkpoint
         needed = {"cell.py"} if ":" in options.cell else set()
@@ -169,7 +169,9 @@ class RunFolder:
             if not os.path.lexists(path / name):
                 raise RunError(f"{path} is not complete: {name} is missing.")
             if _sha256(folder._read(name)[:size]) != digest:
-                raise RunError(f"{path / name} is damaged or was altered: its SHA-256 is not the one noted.")
+                raise RunError(
+                    f"{path / name} is damaged or was altered: its SHA-256 is not the one in checkpoint.json."
+                )
         return folder
 
     # ---------------------------------------------------------------- what it holds
@@ -190,7 +192,7 @@ class RunFolder:
 
     @property
     def options(self) -> Options:
-        """The options, with what the folder keeps taken from it: the user's own cell, a text from standard input."""
+        """The options; the user's own cell and a text from standard input are those that the folder keeps."""
         with self._checking("config.json"):
             stored = Options.from_json(self.config["options"])
         cell = stored.cell if ":" not in stored.cell else f"{self.path / 'cell.py'}:{stored.cell.rpartition(':')[2]}"
@@ -211,7 +213,7 @@ class RunFolder:
             data = contents.from_json(raw)
             if data.pop("sha256", None) != _sha256(contents.to_json(data)):
                 name = self.path / "checkpoint.json"
-                raise RunError(f"{name} is damaged or was altered: its SHA-256 is not its own.")
+                raise RunError(f"{name} is damaged or was altered: its SHA-256 does not match.")
             return contents.check_checkpoint(data)
 
     def cell_digest(self) -> str | None:
@@ -254,7 +256,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """While open, no other process trains here. The system lets go of the lock when a process ends, however."""
+        """While open, no other process trains here. The lock ends with the process, however that ends."""
         if fcntl is None:
             yield
             return
@@ -277,7 +279,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
-        """Write to the folder, if it still is the one that was locked: another run may have been put in its place."""
+        """Write to the folder if it is still the one that was locked: another run may have been put in its place."""
         with _writing(self.path):
             if self._held is not None and not os.path.samestat(self._held, os.stat(self.path)):
                 raise RunError(f"{self.path} was removed or replaced while this process was training in it.")
@@ -293,7 +295,7 @@ class RunFolder:
     def save(
         self, step: int, progress: Mapping[str, Any], weights: dict[str, Tensor], state: dict[str, Tensor], best: bool
     ) -> None:
-        """Make `step` the checkpoint from which the run goes on; `best`: its weights are the best so far."""
+        """Make `step` the checkpoint to resume from; `best`: its weights are the best so far."""
         from safetensors.torch import save
 
         with self._ours():
@@ -326,20 +328,12 @@ class RunFolder:
         self._sweep()
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
-        """A result beside the run, such as a comparison."""
+        """Write a result beside the run, such as a comparison."""
         self._write(name, contents.to_json(data))
 
-    def comparison(self) -> contents.Comparison | None:
-        """What `loopfold compare` left here; None where it did not run."""
-        path = self.path / "comparison.json"
-        if not os.path.lexists(path):
-            return None
-        data = self._read(path.name)
-        try:
-            return contents.Comparison.from_json(contents.from_json(data))
-        except ValueError as error:
-            command = f"loopfold compare {quote(str(self.path))}"
-            raise RunError(f"{path} is damaged ({error}). Remove it, or type {command}") from error
+    def result(self, name: str) -> bytes | None:
+        """What `write_json` wrote; None if it wrote nothing."""
+        return self._read(name) if os.path.lexists(self.path / name) else None
 
     def below(self, *names: str) -> Path:
         """A place for results in the folder; links would lead out of it."""
@@ -378,7 +372,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _checking(self, name: str) -> Iterator[bytes]:
-        """What a file holds; say of which file it is, if it is not what it must be."""
+        """What a file holds; an error names the file."""
         data = self._read(name)
         try:
             yield data
@@ -387,7 +381,7 @@ class RunFolder:
 
 
 def _flush(folder: Path) -> None:
-    """Let the renaming itself reach the disk."""
+    """Make sure that the renaming itself reaches the disk."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
@@ -396,15 +390,14 @@ def _flush(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Say in one sentence what kept us from writing."""
+    """Say in one sentence why nothing could be written."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise RunError(
-                f"no space is left on the disk of {path}. Free some, then --resume if there is a checkpoint."
-            ) from error
-        raise RunError(f"{path} cannot be written: {error.strerror}. Choose another place with --out.") from error
+            space = f"no space is left on the disk of {path}. Free some, then "
+            raise RunError(space, RESUME, " if there is a checkpoint.") from error
+        raise RunError(f"{path} cannot be written: {error.strerror}. ", *ELSEWHERE) from error
 
 
 def _sha256(data: bytes) -> str:

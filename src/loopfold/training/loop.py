@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from loopfold.errors import Argument, Mendable, OptionError
 from loopfold.evaluation import perplexity
 from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes, ProcessLost, join_processes
@@ -22,20 +23,22 @@ from loopfold.text.corpus import Corpus, read_corpus
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens
 from loopfold.training import trust as trusted
-from loopfold.training.checkpoint import load_state, model_with, state_of, weights_of
+from loopfold.training.cells import check_cell
+from loopfold.training.checkpoint import forms_of, load_state, model_with, state_of, weights_of
 from loopfold.training.contents import check_fields
-from loopfold.training.folder import RunError, RunFolder, Taken
-from loopfold.training.options import OptionError, Options, make_model, make_vocabulary
+from loopfold.training.folder import RESUME, RunError, RunFolder, Taken
+from loopfold.training.making import make_model, make_vocabulary
+from loopfold.training.options import Options
 from loopfold.training.run import LOG_EVERY, Run, check_device, check_same_text, check_trust, open_run, read_again
 from loopfold.training.watching import Plan, Silent, Watcher
 
 
-class Diverged(Exception):
-    """A loss or a gradient that is no number any more."""
+class Diverged(Mendable):
+    """A loss or a gradient that is no longer a finite number."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop; it was saved first. `signal` is the number of the signal that asked."""
+    """The run was asked to stop, and was saved first. `signal` is the number of the signal that asked."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -60,12 +63,30 @@ class Progress:
             progress = Progress(**folder.checkpoint["progress"])
             check_fields(progress)
             if min(progress.step, progress.tokens, progress.misses) < 0 or not 0 <= progress.seconds < math.inf:
-                raise ValueError("a count is below 0, or the time is no number")
+                raise ValueError("a count is below 0, or the time is not a number")
         except (TypeError, ValueError) as error:
             raise RunError(
-                f"{folder.path / 'checkpoint.json'} is damaged: its progress cannot be ({error})."
+                f"{folder.path / 'checkpoint.json'} is damaged: its progress is impossible ({error})."
             ) from error
         return progress
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the loop trains, as `train` made it or as a run folder keeps it."""
+
+    folder: RunFolder
+    options: Options
+    model: LanguageModel
+    train_tokens: Tokens
+    valid_tokens: Tokens
+
+    @staticmethod
+    def of(folder: RunFolder, corpus: Corpus) -> "_Job":
+        """What a folder keeps, as its last checkpoint has it."""
+        options, vocabulary, name = folder.options, folder.vocabulary, folder.checkpoint["weights"]
+        model = model_with(options, vocabulary.size, folder.tensors(name), folder.path / name)
+        return _Job(folder, options, model, vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid))
 
 
 def train(
@@ -73,38 +94,40 @@ def train(
 ) -> Run:
     """Train a language model as `options` say, in a new run folder; a checkpoint every `save_every` seconds.
 
-    `out`  the folder, which is not there yet or empty; by default runs/NAME-N, with the first N that is free
+    `out`  the folder, which must not exist yet or be empty; by default runs/NAME-N, with the first N that is free
     """
     check_device(options.device)
     processes = join_processes(options.device)
     _check_shares(options.streams, processes)
-    _check_text(options, processes)
+    if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
+        raise OptionError("several processes cannot share standard input: put the text in a file.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     if options.patience is not None and not corpus.valid:
-        raise OptionError("patience needs a valid text to watch, and there is none: leave it out, or give one.")
+        raise OptionError(
+            Argument("patience"), " needs a valid text to watch, and there is none: leave it out, or give one."
+        )
     with ExitStack() as held:
-        folder = _begin(options, corpus, out, processes, held) if processes.first else RunFolder(Path(out or "runs"))
-        with _together(folder):
-            path = processes.told(str(folder.path))  # the others wait here until the folder is there
-        if not processes.first:
+        job = _begin(options, corpus, out, processes, held) if processes.first else None
+        with _together(Path(out or "runs")):  # the other processes wait here until the folder exists
+            path = processes.told(str(job.folder.path) if job else "")
+        if job is None:
             folder = RunFolder(Path(path))
-        check_same_text(corpus, folder)
-        return _go_on(folder, corpus, processes, watcher, save_every)
+            check_same_text(corpus, folder)
+            job = _Job.of(folder, corpus)
+        return _go_on(job, processes, watcher, save_every)
 
 
-def _begin(
-    options: Options, corpus: Corpus, out: str | Path | None, processes: Processes, held: ExitStack
-) -> RunFolder:
-    """The new folder, locked for as long as `held` is open."""
+def _begin(options: Options, corpus: Corpus, out: str | Path | None, processes: Processes, held: ExitStack) -> _Job:
+    """A new run in a new folder, which is locked for as long as `held` is open."""
     vocabulary = make_vocabulary(options, corpus.train)
-    train_ids = vocabulary.encode(corpus.train).ids
-    distinct = len({*train_ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
+    tokens = vocabulary.encode(corpus.train)
+    distinct = len({*tokens.ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
     if distinct < 2:
         raise OptionError(f"the text has only {distinct} distinct {vocabulary.unit}: there is nothing to predict.")
-    _check_shares(min(options.streams, len(train_ids)), processes)
+    _check_shares(min(options.streams, len(tokens)), processes)
     model = make_model(options, vocabulary.size)
     _try(model, options)  # before anything is written: a cell may not fit
-    about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(train_ids)}
+    about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(tokens)}
     start = asdict(Progress()), weights_of(model)
     name = "stdin" if options.sources[0] == "-" else Path(options.sources[0]).stem
     for n in count(1):
@@ -118,7 +141,9 @@ def _begin(
                 raise
     if digest := folder.cell_digest():
         trusted.remember(digest)  # it has run already
-    return folder
+    kept = folder.options
+    check_cell(kept.cell)  # the copy of the user's own, now and not when the trained run is opened
+    return _Job(folder, kept, model, tokens, vocabulary.encode(corpus.valid))
 
 
 def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0, trust: bool = False) -> Run:
@@ -131,43 +156,31 @@ def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float =
     check_device(options.device)
     processes = join_processes(options.device)
     with folder.locked() if processes.first else nullcontext():
-        RunFolder.open(folder.path)  # only now: what another process is training changes while it is read
+        RunFolder.open(folder.path)  # only now: while another process trains, its files change
         check_trust(folder, trust)
         corpus = read_again(options, folder)
         if processes.first:
             folder.rewind()
-        with _together(folder):
+        with _together(folder.path):
             processes.any(False)
-        return _go_on(folder, corpus, processes, watcher, save_every)
+        return _go_on(_Job.of(folder, corpus), processes, watcher, save_every)
 
 
 # ------------------------------------------------------------------ the loop
 
 
-def _go_on(folder: RunFolder, corpus: Corpus, processes: Processes, watcher: Watcher, save_every: float) -> Run:
-    options = folder.options
-    vocabulary = folder.vocabulary
-    train_tokens, valid_tokens = vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid)
-    name = folder.checkpoint["weights"]
-    model = model_with(options, vocabulary.size, folder.tensors(name), folder.path / name).to(options.device)
-    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(folder):
-        _loop(folder, options, model, train_tokens, valid_tokens, processes, watcher, interrupts, save_every)
+def _go_on(job: _Job, processes: Processes, watcher: Watcher, save_every: float) -> Run:
+    job.model.to(job.options.device)
+    path = job.folder.path
+    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(path):
+        _loop(job, processes, watcher, interrupts, save_every)
         processes.any(False)  # until the first process has written the last checkpoint
-    return open_run(folder.path, trust=True)
+    return open_run(path, trust=True)
 
 
-def _loop(
-    folder: RunFolder,
-    options: Options,
-    model: LanguageModel,
-    train_tokens: Tokens,
-    valid_tokens: Tokens,
-    processes: Processes,
-    watcher: Watcher,
-    interrupts: "_Interrupts",
-    save_every: float,
-) -> None:
-    streams = Streams(train_tokens.ids, options.streams, options.window)
+def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Interrupts", save_every: float) -> None:
+    folder, options, model = job.folder, job.options, job.model
+    streams = Streams(job.train_tokens.ids, options.streams, options.window)
     _check_shares(streams.count, processes)
     mine = streams.part(processes.rank, processes.count)
     steps = max(1, round(options.epochs * len(streams)))
@@ -183,7 +196,7 @@ def _loop(
     if processes.count > 1:  # of a learned initial state, only an epoch's first window has a gradient
         learned = any(leaf.requires_grad for leaf in leaves(cold))
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=learned)
-    watcher.begin(Plan(str(folder.path), options, model, steps, len(streams), len(train_tokens), progress.step))
+    watcher.begin(Plan(str(folder.path), options, model, steps, len(streams), len(job.train_tokens), progress.step))
     begun = saved_at = time.monotonic()
     already = progress.seconds
 
@@ -228,7 +241,7 @@ def _loop(
 
         # the learning curve
         at_end = progress.step == steps
-        evaluate = len(valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
+        evaluate = len(job.valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
         best = progress.best is None  # until there is an evaluation, the newest
         if progress.step % LOG_EVERY == 0 or evaluate or at_end:
             entry = {
@@ -241,7 +254,7 @@ def _loop(
             }
             progress = replace(progress, nll=0.0, tokens=0)
             if evaluate:
-                ledger = perplexity(model, valid_tokens, processes=processes)
+                ledger = perplexity(model, job.valid_tokens, processes=processes)
                 if math.isnan(ledger.nll):
                     raise _diverged(folder, progress.step, "valid loss", ledger.nll, norms / processes.count)
                 entry["valid"] = ledger.nats_per_token
@@ -265,7 +278,11 @@ def _diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float)
     return Diverged(
         f"at step {step} the {what} is {loss:.4g} and the gradient's norm {norm:.4g}, so training stopped. "
         f"The last good checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}. "
-        f"Start anew with a lower --learning-rate or --clip."
+        "Start again with a lower ",
+        Argument("learning_rate"),
+        " or ",
+        Argument("clip"),
+        ".",
     )
 
 
@@ -302,14 +319,18 @@ def _optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 def _check_shares(streams: int, processes: Processes) -> None:
     if streams % processes.count:
-        raise OptionError(f"{streams} streams cannot be shared by {processes.count} processes; change --streams.")
+        shared = f"{streams} streams cannot be shared by {processes.count} processes; change "
+        raise OptionError(shared, Argument("streams"), ".")
 
 
 def _try(model: LanguageModel, options: Options) -> None:
     """One step. It can fail where the cell is the user's own; elsewhere it is a fault of ours."""
     try:
+        before = forms_of(model)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(torch.zeros(1, 1, dtype=torch.int64), model.initial_context(1))
+        if forms_of(model) != before:
+            raise ValueError("it changed the parameters that __init__ made, so the model could not be built again")
     except Exception as error:
         if ":" not in options.cell:
             raise
@@ -317,25 +338,19 @@ def _try(model: LanguageModel, options: Options) -> None:
 
 
 @contextmanager
-def _together(folder: RunFolder) -> Iterator[None]:
-    """Say in one sentence that another process is gone, wherever the exchange with it has failed."""
+def _together(path: Path) -> Iterator[None]:
+    """Say in one sentence that another process is gone, wherever the exchange with it failed."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, ProcessLost | dist.DistError) and "gloo" not in str(error):  # gloo has no error class
             raise
         raise ProcessLost(
-            f"another process of the run has ended or cannot be reached, so this one ends too. "
-            f"If {folder.path} has a checkpoint, --resume goes on from it."
+            f"another process of the run has ended or cannot be reached, so this one ends too. If {path} has a "
+            f"checkpoint, ",
+            RESUME,
+            " goes on from it.",
         ) from error
-
-
-# ------------------------------------------------------------------ the text
-
-
-def _check_text(options: Options, processes: Processes) -> None:
-    if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
-        raise OptionError("several processes cannot share standard input: put the text in a file.")
 
 
 # ------------------------------------------------------------------ signals

@@ -1,4 +1,4 @@
-"""A run that is there: opened, with its model as it was best, and the text that it was trained on read again."""
+"""A run opened: its model at its best, the text that it was trained on, read again, and passages of it."""
 
 import math
 import os
@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loopfold.drawing.charts import learning_curves
 from loopfold.drawing.figure import Drawing
+from loopfold.errors import Argument, OptionError, choose
 from loopfold.language.base import LanguageModel
 from loopfold.text.corpus import Corpus, read_corpus
-from loopfold.text.vocabulary import Vocabulary
+from loopfold.text.vocabulary import Tokens, Vocabulary
 from loopfold.training import trust as trusted
 from loopfold.training.checkpoint import model_with
-from loopfold.training.contents import baselines
 from loopfold.training.folder import RunError, RunFolder
-from loopfold.training.options import OptionError, Options
+from loopfold.training.options import Options
+from loopfold.training.table import Comparison, baselines
 
 LOG_EVERY = 50  # steps
 ATTEMPTS = 100
+PARTS = ("test", "valid", "train")
+PASSAGES = 8  # read side by side
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,25 @@ class Run:
     metrics: list[dict[str, Any]] = field(repr=False)
     config: dict[str, Any] = field(repr=False)
 
-    def corpus(self) -> Corpus:
-        """The text that it was trained on, read again; it must not have changed."""
-        return self._corpus
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+        layers = f" × {self.options.layers}" if self.options.layers > 1 else ""
+        return f"{self.options.kind} {self.options.hidden_size}{layers}"
 
-    def learning_curve(self) -> Drawing:
-        """Nats per token in training and on the valid text; across, what `loopfold compare` found, if it ran."""
-        if not self.curves:
-            raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
-        name = f"{self.config['corpus']['name']}, {self.options.kind}"
-        found = RunFolder(self.path).comparison()
-        if found is None:
-            return learning_curves(self.curves, title=name)
-        return learning_curves(self.curves, baselines(found.rows), f"{name}; across, the {found.on} text")
+    # ---------------------------------------------------------------- how training went
+
+    @property
+    def seconds(self) -> float:
+        """How long it has trained."""
+        return self.metrics[-1]["seconds"] if self.metrics else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed of training; NaN before the first entry of the learning curve."""
+        if not self.seconds:
+            return math.nan
+        return self.config["corpus"]["tokens"] * self.metrics[-1]["epoch"] / self.seconds
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -58,9 +68,62 @@ class Run:
         }
         return {part: found for part, found in points.items() if found}
 
+    def learning_curve(self) -> Drawing:
+        """Nats per token in training and on the valid text; across, what `loopfold compare` found, if it ran."""
+        if not self.curves:
+            raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
+        name = f"{self.config['corpus']['name']}, {self.options.kind}"
+        found = Comparison.read(RunFolder(self.path))
+        if found is None:
+            return learning_curves(self.curves, title=name)
+        return learning_curves(self.curves, baselines(found.rows), f"{name}; across, the {found.on} text")
+
+    # ---------------------------------------------------------------- its text, and passages of it
+
+    def corpus(self) -> Corpus:
+        """The text that it was trained on, read again; it must not have changed."""
+        return self._corpus
+
     @cached_property
     def _corpus(self) -> Corpus:
         return read_again(self.options, RunFolder(self.path))
+
+    def text(self, part: str | None = None) -> str:
+        """The test, valid or train text; by default test, or valid where there is no test text."""
+        corpus = self.corpus()
+        part = choose("part", part or corpus.part, PARTS)
+        texts = {name: getattr(corpus, name) for name in PARTS}
+        if not texts[part]:
+            have = " and ".join(name for name, text in texts.items() if text)
+            raise OptionError(f"the run has no {part} text, only {have}: choose with ", Argument("part"), ".")
+        return texts[part]
+
+    def tokens(self, part: str | None = None) -> Tokens:
+        """The same in the tokens of the run."""
+        return self.vocabulary.encode(self.text(part))
+
+    def passages(self, steps: int, part: str | None = None) -> tuple[Tensor, Tensor]:
+        """Passages from all over a text, x and y `[τ, passages]`: y(t) is the token after x(t). τ is at most `steps`.
+
+        The eleven tokens a…k, in passages of three steps. Time goes down:
+
+            x   a  d  h      y   b  e  i
+                b  e  i          c  f  j
+                c  f  j          d  g  k
+        """
+        ids = self.tokens(part).ids
+        if len(ids) < 2:
+            raise OptionError(f"the text has {len(ids)} token, needs 2: choose another with ", Argument("part"), ".")
+        steps = min(steps, len(ids) - 1)
+        count = min(PASSAGES, (len(ids) - 1) // steps)
+        starts = torch.linspace(0, len(ids) - 1 - steps, count).long()
+        place = starts + torch.arange(steps)[:, None]
+        return ids[place], ids[place + 1]
+
+    def opening(self, text: str, steps: int) -> tuple[Tensor, Tensor]:
+        """The beginning of any text as such a passage, x and y `[τ, 1]`: x(1) is |V|, the start of a text."""
+        y = self.vocabulary.beginning(text)[:steps, None]
+        return torch.cat([torch.full_like(y[:1], self.vocabulary.size), y[:-1]]), y
 
 
 def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False) -> Run:
@@ -77,7 +140,7 @@ def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False) -> R
             name = folder.checkpoint["best"]
             stored = folder.tensors(name)
             break
-        except RunError:  # perhaps a new checkpoint has come meanwhile, and its files gone
+        except RunError:  # perhaps a new checkpoint has replaced the one that was being read
             if RunFolder(Path(path)).step() == before or attempt == ATTEMPTS - 1:
                 raise
     check_trust(folder, trust)
@@ -95,16 +158,20 @@ def check_trust(folder: RunFolder, trust: bool) -> None:
     elif not trusted.is_trusted(digest):
         raise RunError(
             f"{folder.path} has a cell of its own, and opening it would run the code in {folder.path / 'cell.py'}. "
-            f"Read it; if you trust it, add --trust (in Python, trust=True)."
+            f"Read it; if you trust it, add ",
+            Argument("trust", True),
+            ".",
         )
 
 
 def check_device(device: str) -> None:
     try:
-        torch.zeros(1, device=device).tolist()  # that of `meta` holds nothing
+        torch.zeros(1, device=device).tolist()  # a tensor on `meta` holds nothing
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise OptionError(f"device {device!r} cannot be used: {reason}. Type --device cpu.") from error
+        raise OptionError(
+            f"device {device!r} cannot be used: {reason}. Use ", Argument("device", "cpu"), "."
+        ) from error
 
 
 # ------------------------------------------------------------------ the text
@@ -113,7 +180,7 @@ def check_device(device: str) -> None:
 def read_again(options: Options, folder: RunFolder) -> Corpus:
     for source in (*options.sources, options.valid, options.test):
         if source and os.path.exists(source) and not (os.path.isfile(source) or os.path.isdir(source)):
-            raise RunError(f"the text of {folder.path} is {source}, which is no file and cannot be read again.")
+            raise RunError(f"the text of {folder.path} is {source}, which is not a file and cannot be read again.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     check_same_text(corpus, folder)
     return corpus

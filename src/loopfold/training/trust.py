@@ -20,7 +20,7 @@ def is_trusted(digest: str) -> bool:
 
 
 def remember(digest: str) -> None:
-    """Know code of this SHA-256 from now on; where that cannot be kept, the user is asked again."""
+    """Remember code of this SHA-256; where that cannot be stored, the user is asked again."""
     with contextlib.suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         (_folder() / digest).touch()

@@ -1,9 +1,10 @@
-"""Who looks on while a run trains: nobody, a terminal, TensorBoard."""
+"""Who watches while a run trains: nobody, a terminal, TensorBoard."""
 
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,11 @@ class Plan:
     steps: int
     steps_per_epoch: int
     tokens_per_epoch: int
-    begin: int  # the step from which a run goes on
+    begin: int  # the step to go on from
 
 
 class Watcher(ABC):
-    """Is told what happens. Open while the run goes on: `with watcher: …`."""
+    """Is told what happens in a run, and is open during it: `with watcher: …`."""
 
     @abstractmethod
     def begin(self, plan: Plan) -> None: ...
@@ -61,7 +62,7 @@ class Silent(Watcher):
 
 
 class Several(Watcher):
-    """All of them."""
+    """All of them; each is closed, whichever of them fails to open or close."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
@@ -79,13 +80,14 @@ class Several(Watcher):
             watcher.entry(entry)
 
     def __enter__(self) -> "Several":
-        for watcher in self.watchers:
-            watcher.__enter__()
+        with ExitStack() as stack:  # which closes those that are open if the next fails to open
+            for watcher in self.watchers:
+                stack.enter_context(watcher)
+            self.opened = stack.pop_all()
         return self
 
-    def __exit__(self, *details: object) -> None:
-        for watcher in self.watchers:
-            watcher.__exit__(*details)
+    def __exit__(self, *details: Any) -> None:
+        self.opened.__exit__(*details)
 
 
 class Terminal(Watcher):

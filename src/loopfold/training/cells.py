@@ -1,0 +1,79 @@
+"""Cells by name: those of the library, and the user's own as `path/to/file.py:Class`."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from loopfold.errors import OptionError, choose
+from loopfold.states import name_of
+from loopfold.transitions import GRU, LSTM, Elman, LayerNormLSTM
+
+CELLS = {"elman": Elman, "lstm": LSTM, "gru": GRU, "layernorm-lstm": LayerNormLSTM}
+
+
+def name_of_cell(kind: type[nn.Module]) -> str:
+    """A class as a run folder can name it."""
+    for name, own in CELLS.items():
+        if kind is own:
+            return name
+    if kind.__module__ == "__main__":
+        raise OptionError(
+            f"a run folder keeps the file of {kind.__name__} and runs it again, but that file is the script that is "
+            f"running now: put {kind.__name__} in a file of its own and import it."
+        )
+    path = inspect.getsourcefile(kind) or ""
+    if not Path(path).is_file() or "." in kind.__qualname__:
+        raise OptionError(
+            f"{kind.__name__} is not at the top level of a file, and a run folder keeps its file: put it in one."
+        )
+    return f"{path}:{kind.__name__}"
+
+
+def make_cell(name: str, input_size: int, hidden_size: int) -> nn.Module:
+    """A cell by its name. One of the user's own is made as `Class(input_size, hidden_size)`."""
+    if ":" not in name:
+        if name.endswith(".py"):
+            raise OptionError(f"{name} may hold several classes; say which one is the cell: {name}:MyCell.")
+        return CELLS[choose("cell", name, tuple(CELLS))](input_size, hidden_size)
+    path, _, wanted = name.rpartition(":")
+    kind = _load_class(Path(path), wanted)
+    try:
+        cell = kind(input_size, hidden_size)
+    except Exception as error:
+        raise OptionError(
+            f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), "
+            f"its input size and hidden size: {error}"
+        ) from error
+    if not isinstance(cell, nn.Module):
+        raise OptionError(f"{wanted} of {path} must be a torch.nn.Module with forward(state, x); got {name_of(cell)}.")
+    return cell
+
+
+def check_cell(name: str) -> None:
+    """That the file of a cell of the user's own runs and has the class."""
+    if ":" in name:
+        path, _, wanted = name.rpartition(":")
+        _load_class(Path(path), wanted)
+
+
+def _load_class(path: Path, name: str) -> Any:
+    """The class of that name in a file, which is run for it."""
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}; a cell of your own is given as path/to/file.py:Class.")
+    spec = importlib.util.spec_from_file_location(f"cell_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path} is not a Python file; a cell of your own is given as path/to/file.py:Class.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    try:  # from the source, not by the loader: that would run compiled code that lies beside it
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+    except Exception as error:
+        raise OptionError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    if not isinstance(vars(module).get(name), type):
+        raise OptionError(f"{path} has no class {name!r}; it has {', '.join(found) or 'no torch.nn.Module at all'}.")
+    return vars(module)[name]

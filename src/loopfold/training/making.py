@@ -1,0 +1,63 @@
+"""From options to objects: the vocabulary, and the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from loopfold.errors import Argument, OptionError
+from loopfold.language.base import LanguageModel
+from loopfold.language.recurrent import recurrent_lm
+from loopfold.language.window import ConvolutionLM, WindowLM
+from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
+from loopfold.training.cells import make_cell
+from loopfold.training.options import Options
+
+
+def make_vocabulary(options: Options, text: str) -> Vocabulary:
+    """The vocabulary of the training text."""
+    size = options.vocabulary_size
+    with _mendable():
+        if options.unit == "words":
+            return Words.of(text, max_size=size)
+        if options.unit == "subwords":
+            return Subwords.of(text, size or 2000)
+    if size is not None:
+        fixed = f"a vocabulary of {options.unit} has a fixed size: leave out "
+        raise OptionError(fixed, Argument("vocabulary_size"), ".")
+    return Bytes() if options.unit == "bytes" else Characters.of(text)
+
+
+def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
+    """A model that starts from the seed alone."""
+    n = options.hidden_size
+    with torch.random.fork_rng(devices=[]), _mendable():
+        torch.manual_seed(options.seed)
+        if options.model == "window":
+            return WindowLM(vocabulary_size, options.span, options.embedding_size or n, n, options.dropout)
+        if options.model == "convolution":
+            layers = max(1, (options.span - 1).bit_length())
+            return ConvolutionLM(vocabulary_size, 2, layers, n, options.dropout)
+        embedding_size = None if options.one_hot else options.embedding_size or n
+        first = vocabulary_size if embedding_size is None else embedding_size
+        cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]
+        with _mendable(*([" Or untie them: ", Argument("tied", False), "."] if options.tied else [])):
+            return recurrent_lm(
+                vocabulary_size,
+                cells,
+                embedding_size,
+                options.dropout,
+                variational=options.variational,
+                tied=options.tied,
+            )
+
+
+@contextmanager
+def _mendable(*hint: object) -> Iterator[None]:
+    """What cannot be built from options is an error of the options."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except ValueError as error:
+        raise OptionError(str(error), *hint) from error

@@ -1,0 +1,95 @@
+"""The table of a comparison: its rows, their file `comparison.json`, and which of them a curve is shown beside.
+
+{"on": "test", "rows": [{"name": "2-gram", "parameters": 812, "table": "4356", "tokens_per_second": 3.1e6,
+                         "ledger": {"nll": 8123.4, "tokens": 5000, …}}, …]}
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from shlex import quote
+from typing import Any
+
+from loopfold.evaluation import Ledger
+from loopfold.training.contents import check_fields, from_json, mapping, value_of
+from loopfold.training.folder import RunError, RunFolder
+
+FILE = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of the table. `parameters` counts the numbers fitted; of an n-gram, the entries that it keeps."""
+
+    name: str
+    parameters: int
+    table: int | None  # |V|^n, of which an n-gram keeps the entries that occur
+    tokens_per_second: float  # in training
+    ledger: Ledger
+
+    def as_json(self) -> dict[str, Any]:
+        table = None if self.table is None else str(self.table)  # too long a number for most readers of JSON
+        speed = self.tokens_per_second if math.isfinite(self.tokens_per_second) else None
+        return asdict(self) | {"table": table, "tokens_per_second": speed, "ledger": self.ledger.as_json()}
+
+    @staticmethod
+    def from_json(data: Any) -> "Row":
+        """A row as stored; ValueError where it cannot be one."""
+        row = {"table": None, "tokens_per_second": None} | mapping(data, "a row")
+        totals = {total.name for total in fields(Ledger)}  # whatever else a ledger holds follows from these
+        stored = {key: value for key, value in mapping(row.get("ledger"), "a ledger").items() if key in totals}
+        value_of(stored, "tokens", int, 1)
+        stored["nll"] = _number(stored, "nll", math.inf)
+        ledger = Ledger(**stored)
+        check_fields(ledger)
+        table = value_of(row, "table", str | None)
+        return Row(
+            value_of(row, "name", str),
+            value_of(row, "parameters", int, 0),
+            None if table is None else int(table),
+            _number(row, "tokens_per_second", math.nan),
+            ledger,
+        )
+
+
+def _number(data: Mapping[str, Any], name: str, otherwise: float) -> float:
+    """A number; None stands for one that is not finite, which JSON does not have."""
+    found = value_of(data, name, float | None)
+    return otherwise if found is None else found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows on one text, test or valid."""
+
+    on: str
+    rows: Sequence[Row]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"on": self.on, "rows": [row.as_json() for row in self.rows]}
+
+    def write(self, folder: RunFolder) -> None:
+        """Leave it in the folder of a run."""
+        folder.write_json(FILE, self.as_json())
+
+    @staticmethod
+    def read(folder: RunFolder) -> "Comparison | None":
+        """What was left in the folder of a run; None where nothing was."""
+        data = folder.result(FILE)
+        if data is None:
+            return None
+        try:
+            found = from_json(data)
+            rows = value_of(found, "rows", list)
+            return Comparison(value_of(found, "on", str), [Row.from_json(row) for row in rows])
+        except ValueError as error:
+            command = f"loopfold compare {quote(str(folder.path))}"
+            raise RunError(f"{folder.path / FILE} is damaged ({error}). Remove it, or type {command}") from error
+
+
+def baselines(rows: Sequence[Row]) -> dict[str, float]:
+    """What a learning curve is shown beside, in nats per token: the networks, and of the n-grams the best."""
+    known = [row for row in rows if math.isfinite(row.ledger.nats_per_token)]
+    grams = [row for row in known if row.table is not None and row.table > 1]  # that of the uniform model is 1
+    best = min(grams, key=lambda row: row.ledger.nats_per_token, default=None)
+    return {row.name: row.ledger.nats_per_token for row in known if row is best or row.table is None}
