@@ -8,14 +8,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from loopfold.stepgraph.loop import Builder, Value
-
-Gradient = Callable[..., "tuple[Value | None, ...]"]  # (builder, y, ∇y, *arguments) -> ∇ of each argument
+Builder = Value = Any  # those of `loop`, which reads this table
+Gradient = Callable[..., tuple[Value | None, ...]]  # (builder, y, ∇y, *arguments) -> ∇ of each argument
 
 
 class Kind(Enum):
@@ -85,42 +83,42 @@ class Op:
 # ------------------------------------------------------------------ gradients of more than a line
 
 
-def _quotient(b: "Builder", y: "Value", g: "Value", a: "Value", c: "Value") -> "tuple[Value, Value]":
+def _quotient(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     return b.div(g, c), b.make("neg", b.div(b.mul(g, y), c))
 
 
-def _either(b: "Builder", y: "Value", g: "Value", c: "Value", p: "Value", q: "Value") -> "tuple[None, Value, Value]":
+def _either(b: Builder, y: Value, g: Value, c: Value, p: Value, q: Value) -> tuple[None, Value, Value]:
     return None, b.where(c, g, 0), b.where(c, 0, g)
 
 
-def _greater(b: "Builder", y: "Value", g: "Value", a: "Value", c: "Value") -> "tuple[Value, Value]":
+def _greater(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     return b.mul(g, _share(b, "gt", a, c)), b.mul(g, _share(b, "gt", c, a))
 
 
-def _lesser(b: "Builder", y: "Value", g: "Value", a: "Value", c: "Value") -> "tuple[Value, Value]":
+def _lesser(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     return b.mul(g, _share(b, "lt", a, c)), b.mul(g, _share(b, "lt", c, a))
 
 
-def _share(b: "Builder", better: str, a: "Value", other: "Value") -> "Value":
+def _share(b: Builder, better: str, a: Value, other: Value) -> Value:
     """1 where `a` is the one chosen, ½ where both are, else 0."""
     return b.where(b.make(better, a, other), 1, b.where(b.make("eq", a, other), 0.5, 0))
 
 
-def _chosen(b: "Builder", y: "Value", g: "Value", a: "Value") -> "tuple[Value]":
+def _chosen(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
     """Greatest or least of a row: every place that attains it gets the same share."""
     hit = b.where(b.make("eq", a, y), 1, 0)
     return (b.mul(hit, b.div(g, b.make("sum", hit, width=1))),)
 
 
-def _above_zero(b: "Builder", y: "Value", g: "Value", a: "Value") -> "Value":
+def _above_zero(b: Builder, y: Value, g: Value, a: Value) -> Value:
     return b.where(b.make("gt", y, b.number(0)), g, 0)
 
 
-def _power(b: "Builder", y: "Value", g: "Value", a: "Value") -> "Value":
+def _power(b: Builder, y: Value, g: Value, a: Value) -> Value:
     return b.mul(b.mul(g, y.index), b.make("pow", a, index=y.index - 1)) if y.index else b.number(0)
 
 
-def _bell(b: "Builder", y: "Value", g: "Value", a: "Value") -> "Value":
+def _bell(b: Builder, y: Value, g: Value, a: Value) -> Value:
     return b.mul(b.mul(g, 2 / math.sqrt(math.pi)), b.make("exp", b.make("neg", b.mul(a, a))))
 
 
