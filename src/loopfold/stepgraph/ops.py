@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-Builder = Value = Any  # those of `loop`, which reads this table
+Builder = Any  # of `loop`, which reads this table; and so
+Value = Any
 Gradient = Callable[..., tuple[Value | None, ...]]  # (builder, y, ∇y, *arguments) -> ∇ of each argument
 
 
