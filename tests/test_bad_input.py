@@ -529,7 +529,7 @@ def test_a_step_that_overwrites_its_state_is_told_so() -> None:
 
 
 def test_an_initialiser_is_an_object() -> None:
-    with pytest.raises(TypeError, match=r"such as lf\.Orthogonal\(\); 'orthogonal' came"):
+    with pytest.raises(TypeError, match=r"such as lf\.Orthogonal\(\); got 'orthogonal'"):
         wrong.Elman(3, 5, recurrent_init="orthogonal")
 
 

@@ -1,16 +1,19 @@
 """One step: the equations of each cell, how it starts, and what may be a state."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from helpers import FastAndSlow, LearnedStart, Memory, TwoMatrices, assert_same, gradients, randn
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.states import describe, leaves, map_state, rebuild, zero_state
+from loopfold.states import Step, describe, leaves, map_state, rebuild, zero_state
+from loopfold.transitions import CELLS, Cell, example_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
@@ -272,3 +275,71 @@ def test_a_cell_that_reads_h_and_x_side_by_side_works_in_a_pattern() -> None:
 
     model = lf.SequenceToSequence(Concatenated(), outputs=4)
     assert model(torch.randn(7, 2, 3)).shape == (7, 2, 4)
+
+
+def test_every_cell_has_a_name_on_the_command_line() -> None:
+    assert {name: kind.__name__ for name, kind in CELLS.items()}.items() >= {
+        "elman": "Elman",
+        "lstm": "LSTM",
+        "gru": "GRU",
+        "layernorm-lstm": "LayerNormLSTM",
+    }.items()
+
+
+@pytest.mark.parametrize("kind", CELLS.values())
+def test_help_names_every_option_of_a_cell(kind: type[Cell]) -> None:
+    parameters = inspect.signature(kind).parameters
+    assert [*parameters][:2] == ["input_size", "hidden_size"]
+    assert [*parameters][-4:] == ["recurrent_init", "generator", "device", "dtype"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        kind(3, 5, bias=False)  # type: ignore[call-arg]
+
+
+class Named(nn.Module):
+    """Two gates; `gate_names` of a module that is no Transition may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_names = nn.Linear(3, 8)
+        self.W = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        u, n = (self.gate_names(x) + h @ self.W.T).chunk(2, -1)
+        return torch.sigmoid(u) * torch.tanh(n)
+
+
+class Gated(lf.Transition):
+    gate_names = ("u", "n")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = Named()
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.step(h, x)
+
+
+def test_a_cell_of_ones_own_may_name_its_gates() -> None:
+    assert [*lf.eigenvalues(Gated()).values] == ["W_u", "W_n"]
+    assert [*lf.eigenvalues(Named()).values] == ["W_1", "W_2"]
+    x, y = torch.randn(6, 2, 3), torch.zeros(6, 2, dtype=torch.long)
+    for cell, gated in ((Gated(), True), (Named(), False)):
+        model = lf.SequenceToSequence(cell, 4)
+        assert lf.gradient_flow(model, model.loss, x, y).gated is gated
+
+
+@pytest.mark.parametrize(
+    ("cell", "shapes"),
+    [
+        (lf.LSTM(3, 5), [(1, 3)]),
+        (lf.Embedded(lf.GRU(3, 5), nn.Embedding(7, 3)), [(1,)]),
+        (zoo.Autonomous(3), [None]),
+        (zoo.MinimalGatedUnit(3, 5), [(1, 3)]),
+        (lambda s: s / 2, [None]),
+        (lambda s, x: s / 2 + x, [(1, 1)]),
+    ],
+)
+def test_an_input_is_found_for_any_step(cell: Step, shapes: list[tuple[int, ...] | None]) -> None:
+    before = torch.get_rng_state()
+    assert [x if x is None else tuple(x.shape) for x in example_inputs(cell)] == shapes
+    assert torch.equal(torch.get_rng_state(), before)

@@ -16,7 +16,7 @@ from loopfold.engines.sequential import Sequential
 from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, VectorToSequence
 from loopfold.recurrent import Bidirectional, Recurrent
 from loopfold.states import State, leaves, map_state, name_of
-from loopfold.transitions import GRU, LSTM, Embedded, LayerNormLSTM
+from loopfold.transitions import Embedded, Transition
 
 # ------------------------------------------------------------------ the share of each step
 
@@ -86,6 +86,11 @@ def cells_of(model: nn.Module) -> list[nn.Module]:
 def core_of(cell: nn.Module) -> nn.Module:
     """A transition without the table of embeddings that it reads through."""
     return core_of(cell.cell) if isinstance(cell, Embedded) else cell
+
+
+def gates_of(cell: nn.Module) -> tuple[str, ...]:
+    """The names of a transition's gates; none where it has none, or says nothing of them."""
+    return cell.gate_names if isinstance(cell, Transition) else ()
 
 
 @contextmanager
@@ -289,7 +294,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
         for k in range(tau):
             norms[t, k] = _size([g for g in found[k * width : (k + 1) * width] if g is not None])
-    return GradientFlow(norms, all(isinstance(core_of(cell), LSTM | LayerNormLSTM | GRU) for cell in cells_of(model)))
+    return GradientFlow(norms, gated=all(gates_of(core_of(cell)) for cell in cells_of(model)))
 
 
 def _size(parts: list[Tensor]) -> Tensor:

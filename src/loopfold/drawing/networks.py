@@ -1,6 +1,5 @@
 """The circuit of a network: of a transition, a layer, a pattern or a language model."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked
 from loopfold.states import State, Step, in_evaluation, leaves, name_of
 from loopfold.stepgraph.graph import Refusal, StepGraph
 from loopfold.stepgraph.trace import tensors_of, trace, trace_map
-from loopfold.transitions import Embedded, initial_state
+from loopfold.transitions import Embedded, example_inputs, initial_state, one_number
 from loopfold.unfolding import check_input, check_steps
 
 
@@ -289,13 +288,13 @@ def _side_by_side(values: Values, batch: int) -> Tensor:
 
 
 def _state_of(cell: Step, example: Tensor | None) -> Callable[[int], State]:
-    """The state before the first step, for a batch. A function that takes any size gets one number."""
+    """The state before the first step, for a batch."""
 
     def state(batch: int) -> State:
         x = None if example is None else example.expand(batch, *example.shape[1:])
         if isinstance(cell, nn.Module) or example is not None:
             return initial_state(cell, batch, x)
-        return torch.zeros(batch, 1)
+        return one_number(batch)
 
     return state
 
@@ -336,41 +335,15 @@ def _lowest(layer: RecurrentLayer) -> Step:
 
 
 def _example(cell: Step) -> Tensor | None:
-    """An x that `cell` reads at one step, found by trying; None for a step without input."""
-    step = cell.forward if isinstance(cell, nn.Module) else cell
-    needed = [
-        p
-        for p in inspect.signature(step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(needed) == 1:
+    """An x that `cell` reads at one step; None for a step without input."""
+    possible = example_inputs(cell)
+    found = [x for x in possible if x is not None]
+    if len(found) < len(possible):
         return None
-    if not isinstance(cell, nn.Module):
-        return torch.zeros(1, 1)
-    tensors = tensors_of(cell).values()
-    like = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
-    classes = torch.zeros(1, dtype=torch.long, device=like.device)
-    if isinstance(cell, Embedded):
-        return classes
-    known = getattr(cell, "input_size", None)
-    sizes = {size for t in tensors for size in t.shape}
-    widths = [known] if isinstance(known, int) else sorted({*sizes, *(a - b for a in sizes for b in sizes if a > b)})
-    found = [x for x in [*(like.new_zeros(1, m) for m in widths), classes] if _is_read(step, cell, x)]
-    if len(found) != 1:
-        what = "no size of x was found that" if not found else f"x of several sizes ({_shapes(found)}) could be what"
-        raise ValueError(f"{what} {name_of(cell)} reads: give an example, draw(..., x=torch.zeros(τ, batch, n_in)).")
-    return found[0]
-
-
-def _is_read(step: Callable[..., Any], cell: Step, x: Tensor) -> bool:
-    x = x.repeat(7, *[1] * (x.dim() - 1))  # an odd batch, so that nothing fits by chance
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            state = initial_state(cell, 7, x)
-            new = step(state, x)
-        return [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return False
+    if len(found) == 1:
+        return found[0]
+    what = f"x of several sizes ({_shapes(found)}) could be what" if found else "no size of x was found that"
+    raise ValueError(f"{what} {name_of(cell)} reads: give an example, draw(..., x=torch.zeros(τ, batch, n_in)).")
 
 
 def _shapes(examples: list[Tensor]) -> str:

@@ -21,9 +21,8 @@ from loopfold.states import name_of
 from loopfold.text.corpus import PYTHON_DOCS
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
 from loopfold.training.contents import check_fields
-from loopfold.transitions import GRU, LSTM, Elman, LayerNormLSTM
+from loopfold.transitions import CELLS
 
-CELLS = {"elman": Elman, "lstm": LSTM, "gru": GRU, "layernorm-lstm": LayerNormLSTM}
 MODELS = ("recurrent", "window", "convolution")
 UNITS = ("characters", "bytes", "words", "subwords")
 OPTIMISERS = ("adamw", "sgd")
