@@ -20,6 +20,7 @@ PUBLIC = """
     unfold Unfolding
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Raw Greedy Sample
+    Pattern Wiring When Readout
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
     draw Drawing Level beside style
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues

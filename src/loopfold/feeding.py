@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +134,8 @@ def as_outputs(outputs: Outputs | int) -> Outputs:
 class Pick(ABC):
     """How the model's own output `o(t)` becomes the vector that step t+1 reads."""
 
+    flows: ClassVar[bool] = True  # whether gradients come back through it
+
     @abstractmethod
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor: ...
 
@@ -157,6 +160,8 @@ class Raw(Pick):
 class Greedy(Pick):
     """The most likely class, as a one-hot vector; no gradient."""
 
+    flows = False
+
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.greedy(o)
 
@@ -169,6 +174,8 @@ class Sample(Pick):
     `top_k`        only the k likeliest classes can be drawn
     `top_p`        only the likeliest ones that together reach this probability (Holtzman et al., 2020)
     """
+
+    flows = False
 
     generator: torch.Generator | None = None
     temperature: float = 1.0
@@ -210,7 +217,19 @@ class Sample(Pick):
 
 
 class Feeding(ABC):
-    """What step t+1 reads as "the output of step t"."""
+    """What step t+1 reads as "the output of step t".
+
+    `known` and `next` are what runs. The attributes say what `next` reads, for those who draw it.
+    """
+
+    reads_truth: ClassVar[bool] = True  # the target y(t)
+    reads_own: ClassVar[bool] = True  # the model's own output o(t)
+    pick: Pick | None = None  # the form in which o(t) is read, where that is a choice
+
+    @property
+    def flows(self) -> bool:
+        """Whether gradients come back to o(t)."""
+        return self.reads_own and (self.pick is None or self.pick.flows)
 
     @abstractmethod
     def known(self, y: Tensor | None, outputs: Outputs) -> Tensor | None:
@@ -225,6 +244,8 @@ class Feeding(ABC):
 class TeacherForcing(Feeding):
     """The true y(t). All inputs are known beforehand, so nothing has to wait for the model's outputs (M20)."""
 
+    reads_own = False
+
     def known(self, y: Tensor | None, outputs: Outputs) -> Tensor:
         return outputs.encode(_needed(y, self))
 
@@ -235,6 +256,8 @@ class TeacherForcing(Feeding):
 @dataclass(frozen=True)
 class FreeRunning(Feeding):
     """The model's own output, as in use (M21); `pick` says in which form."""
+
+    reads_truth = False
 
     pick: Pick = Soft()
 

@@ -13,7 +13,7 @@ from loopfold.backpropagation import Loss
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.engines.sequential import Sequential
-from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, VectorToSequence
+from loopfold.patterns import Pattern
 from loopfold.recurrent import Bidirectional, Recurrent
 from loopfold.states import State, leaves, map_state, name_of
 from loopfold.transitions import Embedded, Transition
@@ -270,7 +270,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         raise TypeError(
             f"{name_of(model)} holds no lf.Recurrent with a module as its transition, so no states to follow."
         )
-    if isinstance(model, VectorToSequence | EncoderDecoder | Autoencoder):
+    if isinstance(model, Pattern) and not model.wiring.one_step_for_each_x:
         raise TypeError(f"gradient_flow follows networks that take one step for each x(t); not {name_of(model)}.")
     tau = x.shape[0]
     with _plain_loops(model), _chains(model) as chains, torch.enable_grad():

@@ -2,7 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,6 +15,48 @@ from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_laye
 from loopfold.states import State, Step, map_state, whole_number
 from loopfold.transitions import Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
+
+
+class When(Enum):
+    """At which steps of a network something is there."""
+
+    EVERY = "at every step"
+    LAST = "after the last step"
+    ONCE = "once for all steps"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a network is put together; whoever draws it or follows its gradients reads this.
+
+    `recurrent`  the layer that outputs are read from; or a module `h = f(fed, x)`, where what is fed back is all that
+                 one step knows of those before it
+    `readout`    from h to o, for targets of the kind `outputs`
+    `x`          when x is there: at `EVERY` step, or `ONCE`, a vector that every step reads; None: there is no x
+    `answers`    when there is an output: at `EVERY` step, or after the `LAST`
+    `feeding`    what is fed back by default; None: nothing is
+    `encoder`    the layer that reads x first, where the rest reads only what that leaves behind
+    `targets`    what makes the targets from x; None: they are given
+    """
+
+    recurrent: nn.Module
+    readout: "Readout"
+    outputs: Outputs
+    x: When | None = When.EVERY
+    answers: When = When.EVERY
+    feeding: Feeding | None = None
+    encoder: RecurrentLayer | None = None
+    targets: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.x is When.LAST:
+            raise ValueError("x is read at every step or once for all steps: x=When.EVERY or When.ONCE.")
+        if self.answers is When.ONCE or (self.answers is When.LAST and self.feeding is not None):
+            raise ValueError("outputs are there after the last step, or at every step if they are fed back.")
+
+    @property
+    def one_step_for_each_x(self) -> bool:
+        return self.x is When.EVERY and self.encoder is None
 
 
 @dataclass(frozen=True)
@@ -51,6 +95,11 @@ class Pattern(nn.Module, ABC):
     @abstractmethod
     def predict(self, *args: Any, **options: Any) -> Prediction:
         """The outputs, and the run that they were read from."""
+
+    @property
+    @abstractmethod
+    def wiring(self) -> Wiring:
+        """How it is put together."""
 
     @abstractmethod
     def given(self, x: Tensor, y: Tensor) -> Tensor:
@@ -99,6 +148,10 @@ class SequenceToSequence(Pattern):
         run = self.recurrent(x, state, lengths)
         return Prediction(self.readout(run.hidden), run)
 
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.recurrent, self.readout, self.outputs)
+
     def given(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x)
 
@@ -121,6 +174,10 @@ class SequenceToOne(Pattern):
         run = self.recurrent(x, state, lengths)
         return Prediction(self.readout(run.last_hidden), run)
 
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.recurrent, self.readout, self.outputs, answers=When.LAST)
+
     def given(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x)
 
@@ -130,6 +187,7 @@ class OutputToHidden(nn.Module):
 
     def __init__(self, n_in: int, n: int, size: int) -> None:
         super().__init__()
+        self.input_size = n_in
         bound = 1 / math.sqrt(n)
         self.U = nn.Parameter(torch.empty(n, n_in).uniform_(-bound, bound))
         self.W = nn.Parameter(torch.empty(n, size).uniform_(-bound, bound))
@@ -186,6 +244,10 @@ class OutputRecurrence(Pattern):
             fed = feeding.next(os[t], None if y is None else y[t], self.outputs)
             feds.append(fed)
         return Prediction(torch.stack(os), Unfolding(torch.stack(feds), fed, torch.stack(hs), hs[-1]))
+
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.hidden, self.readout, self.outputs, feeding=TeacherForcing())
 
     def given(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x, y)
@@ -256,6 +318,10 @@ class VectorToSequence(Pattern):
             fed = feeding.next(os[-1], None if y is None else y[t], self.outputs)
         return Prediction(torch.stack(os), _join(runs))
 
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.recurrent, self.readout, self.outputs, x=When.ONCE, feeding=TeacherForcing())
+
     def given(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x, y)
 
@@ -305,6 +371,10 @@ class EncoderDecoder(Pattern):
         vector = self.encoder(x, lengths=lengths).last_hidden
         return self.decoder.predict(vector, y, feeding, steps=steps)
 
+    @property
+    def wiring(self) -> Wiring:
+        return replace(self.decoder.wiring, x=When.EVERY, encoder=self.encoder)
+
     def given(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x, y)
 
@@ -337,6 +407,10 @@ class Autoencoder(Pattern):
         self, x: Tensor, feeding: Feeding = FreeRunning(), lengths: Tensor | list[int] | None = None
     ) -> Prediction:
         return self.network.predict(x, self.targets(x), feeding, lengths=lengths)
+
+    @property
+    def wiring(self) -> Wiring:
+        return replace(self.network.wiring, feeding=FreeRunning(), targets=self.targets)
 
     def given(self, x: Tensor, y: Tensor) -> Tensor:
         return self(x)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from loopfold.drawing.notation import operation_symbol, parameter_symbols
+from loopfold.patterns import When
 from loopfold.stepgraph.graph import Node, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
 
@@ -32,14 +33,6 @@ class Role(Enum):
     LOSS = "loss"
     TARGET = "target"
     OPERATION = "operation"
-
-
-class When(Enum):
-    """At which steps a variable is there."""
-
-    EVERY = "at every step"
-    LAST = "after the last step"
-    ONCE = "once for all steps"
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,14 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
-from loopfold.drawing.circuit import Level, Role, Variable, When
+from loopfold.drawing.circuit import Level, Role, Variable
 from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
+from loopfold.drawing.networks import wiring_of
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.feeding import Feeding
-from loopfold.patterns import Autoencoder
+from loopfold.patterns import When
 from loopfold.states import whole_number
 
 
@@ -55,8 +56,9 @@ def draw(
     unfolded = Unfolded(circuit, steps)
     if isinstance(steps, tuple) and len(steps) != 1 + max(variable.phase for variable in circuit.variables):
         raise ValueError(f"steps={steps} is for an encoder and its decoder; {circuit.name} needs one number.")
-    if gradients and isinstance(model, Autoencoder) and x is not None and y is None:
-        y = model.targets(x)
+    targets = wiring.targets if (wiring := wiring_of(model)) else None
+    if gradients and targets is not None and x is not None and y is None:
+        y = targets(x)
     if gradients and x is not None and y is None and any(v.role is Role.TARGET for v in circuit.variables):
         raise ValueError("the size of gradients needs both: give the targets y=… beside the inputs x=….")
     if y is None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from itertools import combinations
 
-from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable, When
+from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
+from loopfold.patterns import When
 
 ROW = 0.95  # from one row of the book's variables to the next
 APART = 0.86  # of the states of a layer, which stand like stairs, so that what is below reaches each of them

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopfold.drawing.circuit import Circuit, Edge, Role, Variable, When
+from loopfold.drawing.circuit import Circuit, Edge, Role, Variable
+from loopfold.patterns import When
 
 
 @dataclass(frozen=True)
