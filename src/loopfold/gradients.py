@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from loopfold.backpropagation import Loss
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
-from loopfold.engines.sequential import Sequential
 from loopfold.patterns import Pattern
-from loopfold.recurrent import Bidirectional, Recurrent
+from loopfold.recurrent import Bidirectional, plain_loops, recurrences_of
 from loopfold.states import State, leaves, map_state, name_of
 from loopfold.transitions import Embedded, Transition
 
@@ -43,7 +42,7 @@ def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) ->
     >>> shares["W"].shape
     torch.Size([7, 5, 5])
     """
-    with _plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
+    with plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
         loss = loss_fn(_outputs(model, x, y), y)
     if loss.dim() != 0:
         raise ValueError(f"loss_fn must return one number; a tensor of shape {tuple(loss.shape)} came. Sum it.")
@@ -79,8 +78,8 @@ class _Call:
 
 def cells_of(model: nn.Module) -> list[nn.Module]:
     """The transitions of a model, each once."""
-    found = [part.cell for part in model.modules() if isinstance(part, Recurrent) and isinstance(part.cell, nn.Module)]
-    return list(dict.fromkeys(found))
+    found = (part.cell for part in recurrences_of(model).values())
+    return list(dict.fromkeys(cell for cell in found if isinstance(cell, nn.Module)))
 
 
 def core_of(cell: nn.Module) -> nn.Module:
@@ -91,20 +90,6 @@ def core_of(cell: nn.Module) -> nn.Module:
 def gates_of(cell: nn.Module) -> tuple[str, ...]:
     """The names of a transition's gates; none where it has none, or says nothing of them."""
     return cell.gate_names if isinstance(cell, Transition) else ()
-
-
-@contextmanager
-def _plain_loops(model: nn.Module) -> Iterator[None]:
-    """Every layer runs as the plain loop, whose every step is a call that a hook can see."""
-    recurrents = [part for part in model.modules() if isinstance(part, Recurrent)]
-    engines = [part.engine for part in recurrents]
-    try:
-        for part in recurrents:
-            part.engine = Sequential()
-        yield
-    finally:
-        for part, engine in zip(recurrents, engines, strict=True):
-            part.engine = engine
 
 
 @contextmanager
@@ -273,7 +258,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
     if isinstance(model, Pattern) and not model.wiring.one_step_for_each_x:
         raise TypeError(f"gradient_flow follows networks that take one step for each x(t); not {name_of(model)}.")
     tau = x.shape[0]
-    with _plain_loops(model), _chains(model) as chains, torch.enable_grad():
+    with plain_loops(model), _chains(model) as chains, torch.enable_grad():
         o = _outputs(model, x, y)
         if not isinstance(o, Tensor):
             raise TypeError(f"gradient_flow needs a model that returns outputs o; a {type(o).__name__} came.")

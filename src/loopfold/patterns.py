@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopfold.engines.auto import Auto
+from loopfold.engines.base import Engine
+from loopfold.engines.sequential import Sequential
 from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs
-from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer
-from loopfold.states import State, Step, map_state, whole_number
+from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine, explain_run
+from loopfold.states import State, Step, map_state, name_of, whole_number
 from loopfold.transitions import Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
 
@@ -87,7 +91,11 @@ def _a_parameter_of(module: nn.Module | None) -> Tensor:
 
 
 class Pattern(nn.Module, ABC):
-    """A network with outputs: `model(x, …)` gives `o`; `model.predict(x, …)` gives `o` with the run beneath it."""
+    """A network with outputs: `model(x, …)` gives `o`; `model.predict(x, …)` gives `o` with the run beneath it.
+
+    A pattern of your own writes `predict`, `given` and `wiring`; then it is drawn and explained, and its gradients
+    followed, like ours. `engine=`, wherever a pattern takes it, runs every recurrence inside.
+    """
 
     outputs: Outputs
     readout: Readout
@@ -107,6 +115,26 @@ class Pattern(nn.Module, ABC):
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         return self.predict(*args, **options).o
+
+    def explain(self, *args: Any, code: bool = False, **options: Any) -> str:
+        """In words: how each recurrence of this call would be run, and why. Takes what `predict` takes.
+
+        >>> from loopfold import Elman
+        >>> print(VectorToSequence(Elman(3 + 4, 5), 4).explain(torch.ones(2, 3), feeding=FreeRunning(), steps=6))
+        Elman over τ = 1, batch 2, float32 on cpu: Sequential, because there is only one step, so no loop to compile.
+          so 6 times, one after the other
+        """
+        f, calls = self.wiring.recurrent, Counter[nn.Module]()
+        hook = f.register_forward_pre_hook(lambda f, inputs: calls.update([f]))
+        try:
+            texts = [explain_run(self, lambda: self.predict(*args, **options), code)]
+        finally:
+            hook.remove()
+        if not isinstance(f, RecurrentLayer):
+            loop = f"a plain loop of {calls[f]} steps, since each waits for the output of the one before"
+            how = "all steps at once, since what is fed back is known beforehand" if calls[f] == 1 else loop
+            texts.append(f"{name_of(f)}: {how}; no engine is needed.")
+        return "\n\n".join(filter(None, texts))
 
     def loss(self, o: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
         """L = Σ_t L(t), also summed over the batch; steps after a sequence's end do not count."""
@@ -138,9 +166,11 @@ class SequenceToSequence(Pattern):
     (torch.Size([7, 2, 4]), torch.Size([]))
     """
 
-    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self, recurrent: RecurrentLayer | Step, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
-        self.recurrent = as_layer(recurrent)
+        self.recurrent = as_layer(recurrent, engine)
         self.outputs = as_outputs(outputs)
         self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
@@ -164,9 +194,11 @@ class SequenceToOne(Pattern):
     torch.Size([2, 4])
     """
 
-    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self, recurrent: RecurrentLayer | Step, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
-        self.recurrent = as_layer(recurrent)
+        self.recurrent = as_layer(recurrent, engine)
         self.outputs = as_outputs(outputs)
         self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
@@ -210,8 +242,15 @@ class OutputRecurrence(Pattern):
     (torch.Size([7, 2, 4]), torch.Size([7, 2, 4]))
     """
 
-    def __init__(self, input_size: int, hidden_size: int, outputs: Outputs | int) -> None:
+    def __init__(
+        self, input_size: int, hidden_size: int, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
+        if engine is not None and not isinstance(checked_engine(engine), Auto | Sequential):
+            raise ValueError(
+                f"{type(engine).__name__} cannot run OutputRecurrence: its loop goes through the output. "
+                f"Leave engine out, or type engine=lf.Auto()."
+            )
         whole_number("OutputRecurrence", "input_size", input_size)
         whole_number("OutputRecurrence", "hidden_size", hidden_size)
         self.outputs = as_outputs(outputs)
@@ -277,9 +316,11 @@ class VectorToSequence(Pattern):
     torch.Size([6, 2, 4])
     """
 
-    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self, recurrent: RecurrentLayer | Step, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
-        self.recurrent = as_layer(recurrent)
+        self.recurrent = as_layer(recurrent, engine)
         if any(isinstance(part, Bidirectional) for part in self.recurrent.modules()):
             raise ValueError("a sequence that is written step by step cannot be read backwards: no Bidirectional here.")
         self.outputs = as_outputs(outputs)
@@ -348,10 +389,17 @@ class EncoderDecoder(Pattern):
     torch.Size([9, 2, 4])
     """
 
-    def __init__(self, encoder: RecurrentLayer | Step, decoder: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self,
+        encoder: RecurrentLayer | Step,
+        decoder: RecurrentLayer | Step,
+        outputs: Outputs | int,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
-        self.encoder = as_layer(encoder)
-        self.decoder = VectorToSequence(decoder, outputs)
+        self.encoder = as_layer(encoder, engine)
+        self.decoder = VectorToSequence(decoder, outputs, engine=engine)
         self.outputs = self.decoder.outputs
         self.decoder._check_width(self.encoder.hidden_size)
 
@@ -390,9 +438,16 @@ class Autoencoder(Pattern):
     torch.Size([7, 2, 3])
     """
 
-    def __init__(self, encoder: RecurrentLayer | Step, decoder: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self,
+        encoder: RecurrentLayer | Step,
+        decoder: RecurrentLayer | Step,
+        outputs: Outputs | int,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
-        self.network = EncoderDecoder(encoder, decoder, outputs)
+        self.network = EncoderDecoder(encoder, decoder, outputs, engine=engine)
         self.outputs = self.network.outputs
 
     @property

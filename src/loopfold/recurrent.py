@@ -1,7 +1,9 @@
 """Modules around `unfold`: Recurrent, Stacked, Bidirectional; and to and from torch's own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto, explain
-from loopfold.engines.base import Engine
-from loopfold.states import State, Step, leaves, map_state, name_of
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.sequential import Sequential
+from loopfold.states import State, Step, in_evaluation, leaves, map_state, name_of
 from loopfold.transitions import GRU, LSTM, Elman, initial_state
 from loopfold.unfolding import Unfolding, checked, unfold
 
@@ -34,6 +37,21 @@ class RecurrentLayer(nn.Module, ABC):
     def hidden_size(self) -> int:
         """The size of `run.hidden`, which a layer above reads."""
 
+    def explain(self, *args: Any, code: bool = False, **options: Any) -> str:
+        """In words: which engine would run this call, why, and what the compiler made of each transition.
+
+        Takes what a call takes, and `code=True` to see the compiled loop as well.
+
+        >>> print(Recurrent(Elman(3, 5)).explain(torch.ones(20, 2, 3)))
+        Elman over τ = 20, batch 2, float32 on cpu: FusedCPU, because its loop is native code.
+          before the loop, for all steps at once: 1 sequence of what x decides alone
+          in the loop: 1 product (5×5), 2 other operations
+          kept for the way back, beside the states: nothing
+        """
+        if isinstance(self, Recurrent):  # no need to run it
+            return explain(self.engine, self.recurrence(*args, **options), code)
+        return explain_run(self, lambda: self(*args, **options), code)
+
 
 class Recurrent(RecurrentLayer):
     """A transition, unfolded over whatever it is called on.
@@ -49,12 +67,10 @@ class Recurrent(RecurrentLayer):
             raise TypeError(f"{type(cell).__name__} is a layer of torch's, not a transition. Type lf.from_torch(...).")
         if isinstance(cell, type):
             raise TypeError(f"Recurrent needs a transition, not its class: type {cell.__name__}(...) with its sizes.")
-        if not isinstance(engine, Engine):
-            raise TypeError(f"engine must be an object such as lf.Auto(); {engine!r} came.")
         if isinstance(cell, RecurrentLayer) or not callable(cell):
             raise TypeError(f"Recurrent needs a transition f(state, x) -> state; a {type(cell).__name__} came.")
         self.cell = cell
-        self.engine = engine
+        self.engine = checked_engine(engine)
 
     def forward(
         self,
@@ -66,23 +82,16 @@ class Recurrent(RecurrentLayer):
     ) -> Unfolding:
         return unfold(self.cell, x, state, lengths, self.engine, steps=steps)
 
-    def explain(
+    def recurrence(
         self,
         x: Tensor | None = None,
         state: State | None = None,
         lengths: Tensor | list[int] | None = None,
         *,
         steps: int | None = None,
-    ) -> str:
-        """In words: which engine would run this call, why, and what the compiler made of the transition.
-
-        >>> print(Recurrent(Elman(3, 5)).explain(torch.ones(20, 2, 3)))
-        Elman over τ = 20, batch 2, float32 on cpu: FusedCPU, because its loop is native code.
-          before the loop, for all steps at once: 1 sequence of what x decides alone
-          in the loop: 1 product (5×5), 2 other operations
-          kept for the way back, beside the states: nothing
-        """
-        return explain(self.engine, checked(self.cell, x, state, lengths, steps))
+    ) -> Recurrence:
+        """What an engine is given for such a call."""
+        return checked(self.cell, x, state, lengths, steps)
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch)
@@ -95,9 +104,63 @@ class Recurrent(RecurrentLayer):
         return f"engine={self.engine}"
 
 
-def as_layer(layer: RecurrentLayer | Step) -> RecurrentLayer:
-    """A transition as a layer; a layer as it is."""
-    return layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
+def checked_engine(engine: Engine) -> Engine:
+    """`engine`, if it is one."""
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine must be an object such as lf.Auto(); got {engine!r}.")
+    return engine
+
+
+def as_layer(layer: RecurrentLayer | Step, engine: Engine | None = None) -> RecurrentLayer:
+    """A transition as a layer; a layer as it is. `engine`, if one is given, runs every recurrence in it."""
+    made = layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
+    if engine is not None:
+        for part in recurrences_of(made).values():
+            part.engine = checked_engine(engine)
+    return made
+
+
+def recurrences_of(model: nn.Module) -> dict[str, Recurrent]:
+    """Every recurrence that an engine runs, by its name in the model."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, Recurrent)}
+
+
+@contextmanager
+def plain_loops(model: nn.Module) -> Iterator[None]:
+    """While open, every recurrence of `model` runs as the plain loop, whose every step is a call of its transition."""
+    parts = recurrences_of(model).values()
+    engines = [part.engine for part in parts]
+    try:
+        for part in parts:
+            part.engine = Sequential()
+        yield
+    finally:
+        for part, engine in zip(parts, engines, strict=True):
+            part.engine = engine
+
+
+def explain_run(model: nn.Module, run: Callable[[], Any], code: bool) -> str:
+    """A paragraph on each recurrence of `model`, as it is called in `run`; none where it has none."""
+    parts = recurrences_of(model)
+    calls: list[tuple[str, Recurrence]] = []
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda part, args, options, name=name: calls.append((name, part.recurrence(*args, **options))),
+            with_kwargs=True,
+        )
+        for name, part in parts.items()
+    ]
+    try:
+        with plain_loops(model), in_evaluation(model), torch.no_grad():  # no dropout, so no random numbers are drawn
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    texts = Counter((name, explain(parts[name].engine, recurrence, code)) for name, recurrence in calls)
+    return "\n\n".join(
+        (f"{name}: " if len(parts) > 1 else "") + text + (f"\n  so {count} times, one after the other" * (count > 1))
+        for (name, text), count in texts.items()
+    )
 
 
 class VariationalDropout(nn.Module):
@@ -132,20 +195,27 @@ def _probability(p: float) -> float:
 class Stacked(RecurrentLayer):
     """Layers on top of each other: each reads the hidden sequence of the one below. Dropout falls between them.
 
-    `dropout` is a probability, or a module such as `VariationalDropout(0.3)`.
+    `dropout` is a probability, or a module such as `VariationalDropout(0.3)`. `engine`, if one is given, runs every
+    recurrence inside; the same holds wherever layers are put together.
     `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
 
     >>> Stacked([Elman(3, 5), LSTM(5, 4)], dropout=0.1)(torch.ones(7, 2, 3)).hidden.shape
     torch.Size([7, 2, 4])
     """
 
-    def __init__(self, layers: Sequence[RecurrentLayer | Step], dropout: float | nn.Module = 0.0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[RecurrentLayer | Step],
+        dropout: float | nn.Module = 0.0,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(layers, list | tuple):
             raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); a {type(layers).__name__} came.")
         if not layers:
             raise ValueError("Stacked needs at least one layer.")
-        self.layers = nn.ModuleList(as_layer(layer) for layer in layers)
+        self.layers = nn.ModuleList(as_layer(layer, engine) for layer in layers)
         self.dropout = dropout if isinstance(dropout, nn.Module) else nn.Dropout(_probability(dropout))
 
     def forward(
@@ -185,10 +255,16 @@ class Bidirectional(RecurrentLayer):
     torch.Size([7, 2, 9])
     """
 
-    def __init__(self, forwards: RecurrentLayer | Step, backwards: RecurrentLayer | Step) -> None:
+    def __init__(
+        self,
+        forwards: RecurrentLayer | Step,
+        backwards: RecurrentLayer | Step,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
-        self.forwards = as_layer(forwards)
-        self.backwards = as_layer(backwards)
+        self.forwards = as_layer(forwards, engine)
+        self.backwards = as_layer(backwards, engine)
 
     def forward(
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
@@ -248,9 +324,9 @@ def from_torch(module: _Torch, engine: Engine = Auto()) -> Stacked:
         raise ValueError(f"from_torch cannot take proj_size={module.proj_size}: our LSTM has no projection of h.")
     layers: list[RecurrentLayer] = []
     for k in range(module.num_layers):
-        directions = [Recurrent(_cell_from(module, f"l{k}{suffix}"), engine) for suffix in _suffixes(module)]
+        directions = [Recurrent(_cell_from(module, f"l{k}{suffix}")) for suffix in _suffixes(module)]
         layers.append(Bidirectional(*directions) if module.bidirectional else directions[0])
-    return Stacked(layers, module.dropout).train(module.training)
+    return Stacked(layers, module.dropout, engine=engine).train(module.training)
 
 
 def _suffixes(module: _Torch) -> list[str]:

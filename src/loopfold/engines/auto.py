@@ -106,7 +106,7 @@ def _tell_once(f: nn.Module, why: str) -> None:
         )
 
 
-def explain(engine: Engine, recurrence: Recurrence) -> str:
+def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
     """Which engine runs this, why, and what the compiler made of the step; or why `engine` refuses it."""
     leaf = leaves(recurrence.state)[0]
     dtype = str(leaf.dtype).removeprefix("torch.")
