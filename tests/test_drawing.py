@@ -645,11 +645,11 @@ class Branching(lf.Transition):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: lf.draw(lf.Elman(3, 5), steps=0), ValueError, "steps as a whole number of at least 1; 0 came"),
-        (lambda: lf.draw(lf.Elman(3, 5), steps=2.5), ValueError, "2.5 came"),  # type: ignore[arg-type]
+        (lambda: lf.draw(lf.Elman(3, 5), steps=0), ValueError, "steps as a whole number of at least 1; got 0"),
+        (lambda: lf.draw(lf.Elman(3, 5), steps=2.5), ValueError, "got 2.5"),  # type: ignore[arg-type]
         (lambda: lf.draw(lf.Elman(3, 5), gradients=True), ValueError, "give steps"),
         (lambda: lf.draw(lf.Elman), TypeError, r"type Elman\(\.\.\.\)"),
-        (lambda: lf.draw(3), TypeError, "a int came"),
+        (lambda: lf.draw(3), TypeError, "got a int"),
         (lambda: lf.draw(nn.LSTM(3, 5)), TypeError, "from_torch"),
         (
             lambda: lf.draw(Branching()),
@@ -668,7 +668,7 @@ class Branching(lf.Transition):
         (
             lambda: lf.draw(PATTERNS["every step"](), 4, True, x=torch.zeros(3, 1, 3), y=torch.zeros(3, 1).long()),
             ValueError,
-            "3 steps and 4 are to be drawn",
+            "y has 3 steps; expected 4, as many as are drawn",
         ),
         (lambda: lf.draw(PATTERNS["every step"](), 4, True, y=torch.zeros(4, 1).long()), ValueError, "inputs x"),
         (lambda: lf.draw(PATTERNS["every step"](), 4, y=torch.zeros(4, 1).long()), ValueError, "gradients=True"),
@@ -697,7 +697,7 @@ class Branching(lf.Transition):
             ValueError,
             "leave x out",
         ),
-        (lf.beside, TypeError, "none came"),
+        (lf.beside, TypeError, "got none"),
         (lambda: lf.draw(PATTERNS["every step"](), 4, x=[1, 2]), TypeError, "list"),  # type: ignore[arg-type]
     ],
 )
@@ -708,7 +708,7 @@ def test_bad_input_is_told_in_words(call: Callable[[], Any], error: type[Excepti
 
 def test_bad_paths_are_told_in_words(tmp_path: Path) -> None:
     drawing = lf.draw(lf.Elman(3, 5))
-    with pytest.raises(ValueError, match=r"\.svg, \.png.*\.gif came"):
+    with pytest.raises(ValueError, match=r"\.svg, \.png.*got \.gif"):
         drawing.save(tmp_path / "a.gif")
     with pytest.raises(ValueError, match="without an ending"):
         drawing.save(tmp_path / "a")

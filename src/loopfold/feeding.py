@@ -79,7 +79,7 @@ class Classes(Outputs):
 
     def _check(self, y: Tensor) -> None:
         if y.is_floating_point() or y.is_complex():
-            raise TypeError(f"targets of Classes({self.size}) are whole numbers; {y.dtype} came. Type y.long().")
+            raise TypeError(f"targets of Classes({self.size}) are whole numbers; got {y.dtype}. Type y.long().")
         if y.numel() and y.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < self.size:
             raise ValueError(
                 f"targets run from {int(y.min())} to {int(y.max())}; Classes({self.size}) needs 0 to {self.size - 1}."
@@ -101,11 +101,11 @@ class Reals(Outputs):
 
     def encode(self, y: Tensor) -> Tensor:
         if not isinstance(y, Tensor):
-            raise TypeError(f"targets must be a tensor; a {type(y).__name__} came. Type torch.as_tensor(y).")
+            raise TypeError(f"targets must be a tensor; got a {type(y).__name__}. Type torch.as_tensor(y).")
         if y.is_floating_point() and bool(y.isnan().any()):
             raise ValueError("the targets that are fed back hold NaN; padding must hold numbers here, such as 0.")
         if not y.is_floating_point() or y.dim() < 1 or y.shape[-1] != self.size:
-            raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; {tuple(y.shape)} of {y.dtype} came.")
+            raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; got {tuple(y.shape)} of {y.dtype}.")
         return y
 
     def soft(self, o: Tensor) -> Tensor:
@@ -184,13 +184,13 @@ class Sample(Pick):
 
     def __post_init__(self) -> None:
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
-            raise TypeError(f"generator is a torch.Generator; {self.generator!r} came. Type Sample(temperature=...).")
+            raise TypeError(f"generator is a torch.Generator; got {self.generator!r}. Type Sample(temperature=...).")
         if not 1e-6 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be above 0; {self.temperature} came. For the likeliest, type Greedy().")
+            raise ValueError(f"temperature must be above 0; got {self.temperature}. For the likeliest, type Greedy().")
         if self.top_k is not None:
             whole_number("Sample", "top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability above 0 and up to 1; {self.top_p} came.")
+            raise ValueError(f"top_p is a probability above 0 and up to 1; got {self.top_p}.")
 
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.sample(self.narrowed(o), self.generator)
@@ -314,7 +314,7 @@ class ScheduledSampling(Feeding):
     def __post_init__(self) -> None:
         object.__setattr__(self, "coin", Coin(self.coin))  # its value will do: "step"
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; {self.probability} came.")
+            raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; got {self.probability}.")
 
     @property
     def probability(self) -> float:

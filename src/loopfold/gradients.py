@@ -45,7 +45,7 @@ def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) ->
     with plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
         loss = loss_fn(_outputs(model, x, y), y)
     if loss.dim() != 0:
-        raise ValueError(f"loss_fn must return one number; a tensor of shape {tuple(loss.shape)} came. Sum it.")
+        raise ValueError(f"loss_fn must return one number; got a tensor of shape {tuple(loss.shape)}. Sum it.")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wanted = [*parameters.values()]
     for call in calls:
@@ -161,7 +161,7 @@ def _shares(call: _Call, p: nn.Parameter, gradients: dict[int, Tensor | None]) -
         together = run(tensors[name], *inputs)
     except (RuntimeError, TypeError):
         return whole[None]
-    # a module that mixes the steps, as a convolution over time, has no share of one step to speak of
+    # a module that mixes the steps, such as a convolution over time, has no share that belongs to one step
     rounding = torch.finfo(whole.dtype).eps
     is_by_step = (
         _apart(by_step, together) <= 1e-9 * _largest(together)
@@ -236,7 +236,7 @@ class GradientFlow:
 
 
 VANISHED, EXPLODED = 1e-3, 1e3  # the size relative to distance 0 at which a gradient counts as gone, or as too large
-FADED, LONG = 0.1, 100  # one that has not vanished yet fades, if it is this small, or vanishes before so many steps
+FADED, LONG = 0.1, 100  # a gradient this small fades, even if not vanished; so does one that will vanish this soon
 
 
 def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> GradientFlow:
@@ -261,7 +261,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
     with plain_loops(model), _chains(model) as chains, torch.enable_grad():
         o = _outputs(model, x, y)
         if not isinstance(o, Tensor):
-            raise TypeError(f"gradient_flow needs a model that returns outputs o; a {type(o).__name__} came.")
+            raise TypeError(f"gradient_flow needs a model that returns outputs o; got a {type(o).__name__}.")
         every_step = o.dim() > 2 and o.shape[:2] == x.shape[:2]
         losses = [loss_fn(o[t : t + 1], y[t : t + 1]) for t in range(tau)] if every_step else [loss_fn(o, y)]
 
@@ -322,7 +322,7 @@ def _by_distance(norms: Tensor) -> Tensor:
     rows, tau = norms.shape
     logs = norms.double().log()
     t = torch.arange(tau - rows, tau, device=norms.device)  # one output: its row is t = τ
-    counts = norms[t - (tau - rows), t] != 0  # a step that the loss leaves out says nothing
+    counts = norms[t - (tau - rows), t] != 0  # a step without a loss counts for nothing
     means = []
     for d in range(tau):
         there = counts & (t >= d)

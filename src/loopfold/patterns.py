@@ -31,7 +31,7 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a network is put together; whoever draws it or follows its gradients reads this.
+    """How a network is put together, for what draws it, explains it or follows its gradients.
 
     `recurrent`  the layer that outputs are read from; or a module `h = f(fed, x)`, where what is fed back is all that
                  one step knows of those before it
@@ -473,13 +473,13 @@ class Autoencoder(Pattern):
 
 def _checked(feeding: Feeding) -> Feeding:
     if not isinstance(feeding, Feeding):
-        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); {feeding!r} came.")
+        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
     return feeding
 
 
 def _check_targets(y: Tensor | None, tau: int, batch: int) -> None:
     if y is not None and not isinstance(y, Tensor):
-        raise TypeError(f"targets must be a tensor; a {type(y).__name__} came. Type torch.as_tensor(y).")
+        raise TypeError(f"targets must be a tensor; got a {type(y).__name__}. Type torch.as_tensor(y).")
     if y is not None and y.shape[:2] != (tau, batch):
         raise ValueError(f"y has shape {tuple(y.shape)}; {tau} steps of a batch of {batch} need [{tau}, {batch}, …].")
 

@@ -68,7 +68,7 @@ class Recurrent(RecurrentLayer):
         if isinstance(cell, type):
             raise TypeError(f"Recurrent needs a transition, not its class: type {cell.__name__}(...) with its sizes.")
         if isinstance(cell, RecurrentLayer) or not callable(cell):
-            raise TypeError(f"Recurrent needs a transition f(state, x) -> state; a {type(cell).__name__} came.")
+            raise TypeError(f"Recurrent needs a transition f(state, x) -> state; got a {type(cell).__name__}.")
         self.cell = cell
         self.engine = checked_engine(engine)
 
@@ -127,7 +127,7 @@ def recurrences_of(model: nn.Module) -> dict[str, Recurrent]:
 
 @contextmanager
 def plain_loops(model: nn.Module) -> Iterator[None]:
-    """While open, every recurrence of `model` runs as the plain loop, whose every step is a call of its transition."""
+    """Inside it, every recurrence of `model` runs as the plain loop, which calls the transition at every step."""
     parts = recurrences_of(model).values()
     engines = [part.engine for part in parts]
     try:
@@ -188,7 +188,7 @@ class VariationalDropout(nn.Module):
 
 def _probability(p: float) -> float:
     if not 0 <= p < 1:
-        raise ValueError(f"dropout is a probability from 0 up to but not including 1; {p} came.")
+        raise ValueError(f"dropout is a probability from 0 up to but not including 1; got {p}.")
     return p
 
 
@@ -212,7 +212,7 @@ class Stacked(RecurrentLayer):
     ) -> None:
         super().__init__()
         if not isinstance(layers, list | tuple):
-            raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); a {type(layers).__name__} came.")
+            raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); got a {type(layers).__name__}.")
         if not layers:
             raise ValueError("Stacked needs at least one layer.")
         self.layers = nn.ModuleList(as_layer(layer, engine) for layer in layers)
@@ -222,7 +222,9 @@ class Stacked(RecurrentLayer):
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
     ) -> Unfolding:
         if state is not None and len(state) != len(self.layers):
-            raise ValueError(f"Stacked has {len(self.layers)} layers, so its state has as many; {len(state)} came.")
+            raise ValueError(
+                f"Stacked has {len(self.layers)} layers, so it needs {len(self.layers)} states; got {len(state)}."
+            )
         runs: list[Unfolding] = []
         for i, layer in enumerate(self.layers):
             if i > 0:
@@ -270,9 +272,9 @@ class Bidirectional(RecurrentLayer):
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
     ) -> Unfolding:
         if not isinstance(x, Tensor):
-            raise TypeError(f"Bidirectional reads an input x [τ, batch, n_in]; a {type(x).__name__} came.")
+            raise TypeError(f"Bidirectional reads an input x [τ, batch, n_in]; got a {type(x).__name__}.")
         if state is not None and len(state) != 2:
-            raise ValueError(f"Bidirectional needs a pair of states, forwards and backwards; {len(state)} came.")
+            raise ValueError(f"Bidirectional needs a pair of states, forwards and backwards; got {len(state)}.")
         first, second = (None, None) if state is None else state
         there = self.forwards(x, first, lengths)  # checks x and lengths
         back = self.backwards(_reverse(x, lengths), second, lengths)
@@ -319,7 +321,7 @@ def from_torch(module: _Torch, engine: Engine = Auto()) -> Stacked:
     True
     """
     if not isinstance(module, nn.RNN | nn.LSTM | nn.GRU):
-        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU; a {type(module).__name__} came.")
+        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU; got a {type(module).__name__}.")
     if module.proj_size:
         raise ValueError(f"from_torch cannot take proj_size={module.proj_size}: our LSTM has no projection of h.")
     layers: list[RecurrentLayer] = []
@@ -426,7 +428,7 @@ def _nonlinearity(cells: list[Any]) -> str:
     names = {torch.tanh: "tanh", torch.relu: "relu", F.relu: "relu", F.tanh: "tanh"}
     found = {names.get(cell.activation) for cell in cells}
     if len(found) != 1 or None in found:
-        raise ValueError("torch's nn.RNN has torch.tanh or torch.relu in all its layers; another activation came.")
+        raise ValueError("torch's nn.RNN has torch.tanh or torch.relu in all its layers; got another activation.")
     return str(found.pop())
 
 

@@ -53,7 +53,7 @@ def eigenvalues(model: nn.Module) -> Eigenvalues:
     ['W_r', 'W_z', 'W_n']
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"eigenvalues needs a transition or a model, a torch.nn.Module; a {type(model).__name__} came.")
+        raise TypeError(f"eigenvalues needs a transition or a model, a torch.nn.Module; got a {type(model).__name__}.")
     known = {id(t): _plain(name) for name, t in tensors_of(model).items()}
     short = short_names(known.values())
     values: dict[str, Tensor] = {}

@@ -93,7 +93,7 @@ def name_of(f: Step) -> str:
 
 @contextmanager
 def in_evaluation(f: Step) -> Iterator[None]:
-    """While open, every module of `f` is as it is when used, not trained; then each is as it was before."""
+    """Inside it, every module of `f` is in evaluation mode; afterwards each is as it was before."""
     modes = {part: part.training for part in f.modules()} if isinstance(f, nn.Module) else {}
     for part in modes:
         part.training = False
@@ -107,7 +107,7 @@ def in_evaluation(f: Step) -> Iterator[None]:
 def whole_number(owner: str, name: str, number: int) -> int:
     """`number`, if it is a whole number of at least 1; `owner` and `name` say in the error what it was for."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{owner} needs {name} as a whole number of at least 1; {number!r} came.")
+        raise ValueError(f"{owner} needs {name} as a whole number of at least 1; got {number!r}.")
     return number
 
 

@@ -33,7 +33,7 @@ class Orthogonal:
     gain: float = 1.0
 
     def __call__(self, W: Tensor, generator: torch.Generator | None = None) -> None:
-        wide = W.detach().to(torch.promote_types(W.dtype, torch.float32))  # QR knows no half precision
+        wide = W.detach().to(torch.promote_types(W.dtype, torch.float32))  # there is no QR in half precision
         W.detach().copy_(nn.init.orthogonal_(wide, self.gain, generator=generator))
 
 
@@ -96,7 +96,7 @@ class Embedded(Transition):
     def __init__(self, cell: nn.Module, embedding: nn.Embedding) -> None:
         super().__init__()
         if not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"Embedded needs an nn.Embedding(tokens, size); a {type(embedding).__name__} came.")
+            raise TypeError(f"Embedded needs an nn.Embedding(tokens, size); got a {type(embedding).__name__}.")
         self.embedding = embedding
         self.cell = cell
 

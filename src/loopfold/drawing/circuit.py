@@ -90,7 +90,7 @@ class Port:
 
     sources: tuple[Source, ...]
     combine: Callable[[Values, int], Tensor] = lambda values, batch: values[0]
-    edge: dict[str, Any] = field(default_factory=dict)  # what else there is to say of its edges
+    edge: dict[str, Any] = field(default_factory=dict)  # other attributes of its edges
 
 
 @dataclass(frozen=True)

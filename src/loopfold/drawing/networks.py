@@ -23,7 +23,7 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
     if isinstance(model, type):
         raise TypeError(f"draw needs a network, not its class: type {model.__name__}(...) with its sizes.")
     if not callable(model):
-        raise TypeError(f"draw takes a transition, a layer or a pattern; a {type(model).__name__} came.")
+        raise TypeError(f"draw takes a transition, a layer or a pattern; got a {type(model).__name__}.")
     wiring = wiring_of(model)
     if wiring is None and hasattr(model, "initial_context"):  # a language model; those modules stand below this one
         raise TypeError(f"{name_of(model)} has no recurrence to draw; draw takes recurrent language models.")
