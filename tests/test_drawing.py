@@ -416,6 +416,8 @@ def test_a_wiring_that_cannot_be() -> None:
     for wrong in ({"feeding": lf.FreeRunning()}, {"x": lf.When.LAST}, {"answers": lf.When.ONCE}):
         with pytest.raises(ValueError, match="every step"):
             replace(wiring, **wrong)
+    with pytest.raises(TypeError, match=r"Linear is no layer such as lf.Recurrent\(cell\)"):
+        replace(wiring, recurrent=nn.Linear(3, 5))
 
 
 def test_names_of_layers_and_directions_differ() -> None:

@@ -57,6 +57,10 @@ class Wiring:
             raise ValueError("x is read at every step or once for all steps: x=When.EVERY or When.ONCE.")
         if self.answers is When.ONCE or (self.answers is When.LAST and self.feeding is not None):
             raise ValueError("outputs are there after the last step, or at every step if they are fed back.")
+        if not isinstance(self.recurrent, RecurrentLayer) and (self.feeding is None or self.encoder is not None):
+            raise TypeError(
+                f"{name_of(self.recurrent)} is no layer such as lf.Recurrent(cell): it needs a feeding, and no encoder."
+            )
 
     @property
     def one_step_for_each_x(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from loopfold.drawing.circuit import Circuit, Level, Port, Role, Source, Values, Variable, same
 from loopfold.drawing.notation import symbol
 from loopfold.feeding import Feeding
-from loopfold.patterns import When, Wiring
+from loopfold.patterns import Pattern, When, Wiring
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
 from loopfold.states import State, Step, in_evaluation, leaves, name_of
 from loopfold.stepgraph.graph import Refusal, StepGraph
@@ -39,7 +39,7 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
 
 def wiring_of(model: Any) -> Wiring | None:
     """How a pattern or a recurrent language model is put together; None for a transition or a layer."""
-    wiring = getattr(model, "wiring", None)
+    wiring = model.wiring if isinstance(model, Pattern) else getattr(model, "wiring", None)
     return wiring if isinstance(wiring, Wiring) else None
 
 
@@ -66,6 +66,7 @@ class _Drawn:
         if isinstance(layer, RecurrentLayer):
             hidden = self._layer(layer, self._reads(wiring, layer, fed, x), marks=marks, phase=phase)
         else:
+            assert fed is not None
             hidden = [self._map(wiring, layer, fed, x)]
         self._readout(wiring, hidden, o, y)
         return self.circuit
@@ -109,10 +110,8 @@ class _Drawn:
         example = _example(cell) if x is None else x[0, :1]
         return None if example is None else (Port((Source(self.circuit.add(Variable("x", Role.INPUT))),)), example)
 
-    def _map(self, wiring: Wiring, f: nn.Module, fed: Port | None, x: Tensor | None) -> Variable:
+    def _map(self, wiring: Wiring, f: nn.Module, fed: Port, x: Tensor | None) -> Variable:
         """h = f(fed, x), with no way from one h to the next but through what is fed back."""
-        if fed is None:
-            raise ValueError(f"{name_of(f)} is no lf.Recurrent, so what it reads must be fed back: give a feeding.")
         like = wiring.readout.c
         known = getattr(f, "input_size", None)
         read = self._input(f, like.new_zeros(1, 1, known) if x is None and isinstance(known, int) else x)
