@@ -15,7 +15,7 @@ ROOT = Path(lf.__file__).parent
 MAP = re.findall(r"^    (\w+) {2,}\S", lf.__doc__ or "", re.MULTILINE)
 
 PUBLIC = """
-    Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU Uniform Orthogonal ScaledIdentity
+    Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU MGU Uniform Orthogonal ScaledIdentity
     step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU Auto
     unfold Unfolding
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch

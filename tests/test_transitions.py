@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.states import Step, describe, leaves, map_state, rebuild, zero_state
+from loopfold.training.options import Options, make_cell
 from loopfold.transitions import CELLS, Cell, example_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +128,9 @@ def test_layer_norm_lstm_is_the_papers_equations() -> None:
         assert_same((new.h[k], new.c[k]), (h_new, c_new))
 
 
-@pytest.mark.parametrize(("kind", "gates"), [(lf.Elman, 1), (lf.GRU, 3), (lf.LSTM, 4), (lf.LayerNormLSTM, 4)])
+@pytest.mark.parametrize(
+    ("kind", "gates"), [(lf.Elman, 1), (lf.MGU, 2), (lf.GRU, 3), (lf.LSTM, 4), (lf.LayerNormLSTM, 4)]
+)
 def test_every_gate_of_w_starts_as_asked(kind: Any, gates: int) -> None:
     for gate in kind(3, 6, recurrent_init=lf.Orthogonal(gain=1.5)).W.split(6):
         torch.testing.assert_close(gate @ gate.T, 1.5**2 * torch.eye(6))
@@ -154,7 +157,7 @@ def test_the_bias_of_a_gate_goes_to_that_gate_alone(kind: Any, name: str) -> Non
     assert torch.equal(bias(**{name: 2.5}), needed)
 
 
-@pytest.mark.parametrize("kind", [lf.Elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM])
+@pytest.mark.parametrize("kind", CELLS.values())
 def test_a_generator_decides_all_of_the_start(kind: Any) -> None:
     def start(seed: int) -> dict[str, Tensor]:
         return kind(3, 5, generator=torch.Generator().manual_seed(seed)).state_dict()
@@ -166,7 +169,7 @@ def test_a_generator_decides_all_of_the_start(kind: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", [lf.Elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM])
+@pytest.mark.parametrize("kind", CELLS.values())
 def test_parameters_and_zeros_have_the_dtype_and_device_asked_for(kind: Any) -> None:
     cell = kind(3, 5, dtype=torch.bfloat16, device="meta")
     for tensor in (*cell.parameters(), *leaves(cell.initial_state(2))):
@@ -275,6 +278,28 @@ def test_a_cell_that_reads_h_and_x_side_by_side_works_in_a_pattern() -> None:
 
     model = lf.SequenceToSequence(Concatenated(), outputs=4)
     assert model(torch.randn(7, 2, 3)).shape == (7, 2, 4)
+
+
+def test_mgu_is_the_equation_of_zhou_et_al() -> None:
+    """f = σ(b_f + W_f h + U_f x), n = tanh(b_n + W_n (f ⊙ h) + U_n x), h = (1 - f) ⊙ h + f ⊙ n, for each sequence."""
+    cell, h, x = lf.MGU(3, 5, dtype=f64), randn(2, 5), randn(2, 3)
+    (W_f, W_n), (U_f, U_n), (b_f, b_n) = cell.W.split(5), cell.U.split(5), cell.b.split(5)
+    for i in range(2):
+        f = torch.sigmoid(b_f + torch.mv(W_f, h[i]) + torch.mv(U_f, x[i]))
+        n = torch.tanh(b_n + torch.mv(W_n, f * h[i]) + torch.mv(U_n, x[i]))
+        assert_same(cell(h, x)[i], (1 - f) * h[i] + f * n)
+
+
+def test_a_new_cell_is_known_everywhere() -> None:
+    cell = make_cell("mgu", 4, 4)  # U is square too, and must not be taken for W
+    assert isinstance(cell, lf.MGU)
+    assert Options(cell=lf.MGU).cell == "mgu"  # type: ignore[arg-type]
+    assert [*lf.eigenvalues(cell).values] == ["W_f", "W_n"]
+    torch.testing.assert_close(lf.eigenvalues(cell).values["W_n"], torch.linalg.eigvals(cell.W[4:].double()))
+    model = lf.SequenceToSequence(cell, 4)
+    assert lf.gradient_flow(model, model.loss, torch.randn(6, 2, 4), torch.zeros(6, 2, dtype=torch.long)).gated
+    assert lf.draw(model, 3, level="operations").dot().count("σ") == 3
+    assert "FusedCPU" in model.explain(torch.randn(30, 2, 4))
 
 
 def test_every_cell_has_a_name_on_the_command_line() -> None:

@@ -64,6 +64,7 @@ from loopfold.training.watching import Terminal, Watcher
 from loopfold.transitions import (
     GRU,
     LSTM,
+    MGU,
     Elman,
     Embedded,
     LayerNormLSTM,
@@ -111,6 +112,7 @@ __all__ = [
     "Ledger",
     "Level",
     "Looped",
+    "MGU",
     "NGramLM",
     "Next",
     "OptionError",

@@ -334,6 +334,25 @@ class GRU(Cell):
         return (1 - z) * n + z * h
 
 
+class MGU(Cell):
+    """Minimal gated unit (Zhou et al., 2016), a GRU whose one gate both resets and updates: `h = (1 - f) h + f ñ`.
+
+    Parameters `U [2n, n_in]`, `W [2n, n]`, `b [2n]`, first those of the gate f, then those of the candidate ñ.
+
+    >>> MGU(3, 5)(torch.zeros(2, 5), torch.ones(2, 3)).shape
+    torch.Size([2, 5])
+    """
+
+    gate_names = ("f", "n")
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        W_f, W_n = self.W.chunk(2)
+        x_f, x_n = (self.b + x @ self.U.T).chunk(2, -1)
+        f = torch.sigmoid(x_f + h @ W_f.T)
+        n = torch.tanh(x_n + (f * h) @ W_n.T)
+        return (1 - f) * h + f * n
+
+
 # The cells above by the names that the command line and run folders give them: LayerNormLSTM is "layernorm-lstm".
 CELLS: dict[str, type[Cell]] = {
     re.sub(r"(?<=[a-z])(?=[A-Z]{2})", "-", kind.__name__).lower(): kind for kind in Cell.__subclasses__()
