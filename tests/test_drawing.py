@@ -130,7 +130,7 @@ PATTERNS: dict[str, Callable[[], nn.Module]] = {
 FEEDS = ("outputs back", "vector", "encoder-decoder", "autoencoder", "own pattern")
 FEEDINGS = (
     *(None, lf.TeacherForcing(), lf.FreeRunning(), lf.FreeRunning(lf.Greedy())),
-    *(Blurred(), BlurredTruth()),
+    *(Blurred(), BlurredTruth(), lf.GeneralisedTeacherForcing(0.3)),
 )
 CASES = [
     (name, feeding, level)
@@ -385,6 +385,8 @@ def test_figures_10_4_and_10_6(feeding: lf.Feeding, fed: set[str]) -> None:
         (lf.ScheduledSampling(0.5), True),
         (lf.ScheduledSampling(0.5, lf.Greedy()), False),
         (Blurred(), True),
+        (lf.GeneralisedTeacherForcing(0.3), True),
+        (lf.GeneralisedTeacherForcing(0.3, lf.Sample()), False),
     ],
 )
 def test_gradients_are_drawn_where_they_flow(feeding: lf.Feeding, flows: bool) -> None:

@@ -19,7 +19,8 @@ PUBLIC = """
     step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU Auto
     unfold Unfolding
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
-    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Raw Greedy Sample
+    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp
+    GeneralisedTeacherForcing Soft Raw Greedy Sample
     Pattern Wiring When Readout
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
     draw Drawing Level beside style

@@ -335,6 +335,33 @@ class ScheduledSampling(Feeding):
         return torch.where(own, self.pick(o, outputs), truth)
 
 
+@dataclass(frozen=True)
+class GeneralisedTeacherForcing(Feeding):
+    """`(1 - α) ŷ(t) + α y(t)`, the model's own output pulled towards the truth (Hess et al., 2023).
+
+    Gradients go back through ŷ, and each step takes 1 - α of them: `alpha` keeps them from exploding where the truth
+    is chaotic. 0 is `FreeRunning`, 1 has the values of `TeacherForcing`; `pick` is the form of ŷ.
+
+    >>> feeding = GeneralisedTeacherForcing(0.25)
+    >>> feeding.next(torch.tensor([[4.0]]), torch.tensor([[8.0]]), Reals(1)).tolist()
+    [[5.0]]
+    """
+
+    alpha: float
+    pick: Pick = Soft()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"GeneralisedTeacherForcing needs an alpha from 0 to 1; got {self.alpha}.")
+
+    def known(self, y: Tensor | None, outputs: Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+        truth = outputs.encode(_needed(y, self)).to(o.dtype)
+        return (1 - self.alpha) * self.pick(o, outputs) + self.alpha * truth
+
+
 def _needed(y: Tensor | None, feeding: Feeding) -> Tensor:
     if y is None:
         raise ValueError(
