@@ -107,14 +107,14 @@ SIZES: list[Case] = [
         ValueError,
         "x has 7 steps and y has 6; both need the same τ",
     ),
-    (lambda: lf.Elman(3, 0), ValueError, "Elman needs hidden_size as a whole number of at least 1; 0 came."),
-    (lambda: wrong.LSTM(2.5, 4), ValueError, "LSTM needs input_size as a whole number of at least 1; 2.5 came."),
+    (lambda: lf.Elman(3, 0), ValueError, "Elman needs hidden_size as a whole number of at least 1; got 0."),
+    (lambda: wrong.LSTM(2.5, 4), ValueError, "LSTM needs input_size as a whole number of at least 1; got 2.5."),
     (
         lambda: lf.OutputRecurrence(3, 0, 4),
         ValueError,
-        "OutputRecurrence needs hidden_size as a whole number of at least 1; 0 came.",
+        "OutputRecurrence needs hidden_size as a whole number of at least 1; got 0.",
     ),
-    (lambda: lf.Classes(0), ValueError, "Classes needs size as a whole number of at least 1; 0 came."),
+    (lambda: lf.Classes(0), ValueError, "Classes needs size as a whole number of at least 1; got 0."),
     (lambda: lf.Stacked([]), ValueError, "Stacked needs at least one layer."),
 ]
 
@@ -179,12 +179,12 @@ STATES: list[Case] = [
     (
         lambda: lf.Stacked([ELMAN, lf.Elman(5, 5)])(x(), (x(2, 5),)),
         ValueError,
-        "Stacked has 2 layers, so its state has as many; 1 came.",
+        "Stacked has 2 layers, so it needs 2 states; got 1.",
     ),
     (
         lambda: lf.Bidirectional(ELMAN, lf.Elman(3, 5))(x(), (x(2, 5),)),
         ValueError,
-        "Bidirectional needs a pair of states, forwards and backwards; 1 came.",
+        "Bidirectional needs a pair of states, forwards and backwards; got 1.",
     ),
     (
         lambda: lf.OutputRecurrence(3, 5, 4)(x(), y(), state=x(2, 5)),
@@ -223,17 +223,17 @@ LENGTHS: list[Case] = [
     (
         lambda: lf.unfold(ELMAN, x(), lengths=torch.tensor([7.0, 4.0])),
         TypeError,
-        "lengths must be whole numbers; torch.float32 came. Type lengths.long().",
+        "lengths must be whole numbers; got torch.float32. Type lengths.long().",
     ),
     (
         lambda: lf.unfold(ELMAN, x(), lengths=torch.tensor([True, False])),
         TypeError,
-        "lengths must be whole numbers; torch.bool came.",
+        "lengths must be whole numbers; got torch.bool.",
     ),
     (
         lambda: wrong.unfold(ELMAN, x(), lengths=["7", "4"]),
         TypeError,
-        "lengths must be whole numbers, one for each sequence; ['7', '4'] came.",
+        "lengths must be whole numbers, one for each sequence; got ['7', '4'].",
     ),
     (
         lambda: lf.unfold(torch.sin, steps=7, state=torch.ones(()), lengths=[7]),
@@ -269,9 +269,9 @@ def test_wrong_lengths(case: Case) -> None:
 
 
 STEPS: list[Case] = [
-    (lambda: lf.unfold(ELMAN, x(0, 2, 3)), ValueError, "a sequence needs at least one step; τ = 0 came."),
-    (lambda: lf.unfold(torch.sin, steps=0, state=x(2)), ValueError, "a sequence needs at least one step; τ = 0 came."),
-    (lambda: wrong.unfold(torch.sin, steps=2.0, state=x(2)), TypeError, "steps must be a whole number; 2.0 came."),
+    (lambda: lf.unfold(ELMAN, x(0, 2, 3)), ValueError, "a sequence needs at least one step; got τ = 0."),
+    (lambda: lf.unfold(torch.sin, steps=0, state=x(2)), ValueError, "a sequence needs at least one step; got τ = 0."),
+    (lambda: wrong.unfold(torch.sin, steps=2.0, state=x(2)), TypeError, "steps must be a whole number; got 2.0."),
     (
         lambda: lf.unfold(torch.sin, state=x(2)),
         ValueError,
@@ -281,12 +281,12 @@ STEPS: list[Case] = [
     (
         lambda: lf.OutputRecurrence(3, 5, 4)(x(0, 2, 3), y(0, 2)),
         ValueError,
-        "a sequence needs at least one step; τ = 0 came.",
+        "a sequence needs at least one step; got τ = 0.",
     ),
     (
         lambda: lf.VectorToSequence(lf.Elman(7, 5), 4)(x(2, 3), steps=0, feeding=lf.FreeRunning()),
         ValueError,
-        "a sequence needs at least one step; τ = 0 came.",
+        "a sequence needs at least one step; got τ = 0.",
     ),
     (
         lambda: lf.VectorToSequence(lf.Elman(7, 5), 4)(x(2, 3), feeding=lf.FreeRunning()),
@@ -296,9 +296,9 @@ STEPS: list[Case] = [
     (
         lambda: lf.truncated_bptt(seq(), seq().loss, x(), y(), window=0),
         ValueError,
-        "truncated_bptt needs window as a whole number of at least 1; 0 came.",
+        "truncated_bptt needs window as a whole number of at least 1; got 0.",
     ),
-    (lambda: lf.Ramp(0.0, 1.0, over=0), ValueError, "Ramp needs over as a whole number of at least 1; 0 came."),
+    (lambda: lf.Ramp(0.0, 1.0, over=0), ValueError, "Ramp needs over as a whole number of at least 1; got 0."),
 ]
 
 
@@ -379,41 +379,41 @@ def test_mixed_devices_and_dtypes(case: Case) -> None:
 
 
 KINDS: list[Case] = [
-    (lambda: wrong.unfold(3, x()), TypeError, "unfold needs a step f(state, x) -> state; a int came."),
+    (lambda: wrong.unfold(3, x()), TypeError, "unfold needs a step f(state, x) -> state; got a int."),
     (
         lambda: wrong.unfold(ELMAN, [[1.0]]),
         TypeError,
-        "x must be a tensor [τ, batch, n_in]; a list came. Type torch.as_tensor(x).",
+        "x must be a tensor [τ, batch, n_in]; got a list. Type torch.as_tensor(x).",
     ),
     (
         lambda: wrong.unfold(ELMAN, x(), engine="fast"),
         TypeError,
-        "engine must be an object such as lf.Sequential(); 'fast' came.",
+        "engine must be an object such as lf.Sequential(); got 'fast'.",
     ),
     (
         lambda: wrong.unfold(ELMAN, x(), engine=lf.Sequential),
         TypeError,
-        "engine must be an object such as lf.Sequential(); <class",
+        "engine must be an object such as lf.Sequential(); got <class",
     ),
     (
         lambda: lf.Recurrent(lf.Recurrent(ELMAN)),
         TypeError,
-        "Recurrent needs a transition f(state, x) -> state; a Recurrent came.",
+        "Recurrent needs a transition f(state, x) -> state; got a Recurrent.",
     ),
     (
         lambda: lf.Bidirectional(ELMAN, ELMAN)(None),
         TypeError,
-        "Bidirectional reads an input x [τ, batch, n_in]; a NoneType came.",
+        "Bidirectional reads an input x [τ, batch, n_in]; got a NoneType.",
     ),
     (
         lambda: lf.Stacked([ELMAN], dropout=1.0),
         ValueError,
-        "dropout is a probability from 0 up to but not including 1; 1.0 came.",
+        "dropout is a probability from 0 up to but not including 1; got 1.0.",
     ),
     (
         lambda: wrong.from_torch(nn.Linear(3, 5)),
         TypeError,
-        "from_torch takes nn.RNN, nn.LSTM or nn.GRU; a Linear came.",
+        "from_torch takes nn.RNN, nn.LSTM or nn.GRU; got a Linear.",
     ),
     (
         lambda: lf.from_torch(nn.LSTM(3, 5, proj_size=2)),
@@ -438,14 +438,14 @@ KINDS: list[Case] = [
     (
         lambda: lf.Classes(4).losses(x(7, 2, 4), x(7, 2)),
         TypeError,
-        "targets of Classes(4) are whole numbers; torch.float32 came. Type y.long().",
+        "targets of Classes(4) are whole numbers; got torch.float32. Type y.long().",
     ),
     (
         lambda: lf.Classes(4).losses(x(7, 2, 4), y() + 4),
         ValueError,
         "targets run from 4 to 4; Classes(4) needs 0 to 3.",
     ),
-    (lambda: lf.Reals(4).encode(x(7, 2)), ValueError, "targets of Reals(4) are […, 4]; (7, 2) of torch.float32 came."),
+    (lambda: lf.Reals(4).encode(x(7, 2)), ValueError, "targets of Reals(4) are […, 4]; got (7, 2) of torch.float32."),
     (
         lambda: lf.Sample()(x(2, 3), lf.Reals(3)),
         ValueError,
@@ -461,31 +461,31 @@ KINDS: list[Case] = [
         ValueError,
         "ScheduledSampling needs the targets y.",
     ),
-    (lambda: lf.ScheduledSampling(1.5), ValueError, "ScheduledSampling needs a probability from 0 to 1; 1.5 came."),
+    (lambda: lf.ScheduledSampling(1.5), ValueError, "ScheduledSampling needs a probability from 0 to 1; got 1.5."),
     (
         lambda: lf.ScheduledSampling(lf.Ramp(0.0, 2.0, over=10)).at(10),
         ValueError,
-        "ScheduledSampling needs a probability from 0 to 1; 2.0 came.",
+        "ScheduledSampling needs a probability from 0 to 1; got 2.0.",
     ),
     (
         lambda: lf.bptt(lf.SequenceToSequence(LSTM, 4), x(), y()),
         TypeError,
-        "LSTM(3, 5) with Classes(size=4) came. For any other model use lf.per_step_gradients.",
+        "got LSTM(3, 5) with Classes(size=4). For any other model use lf.per_step_gradients.",
     ),
     (
         lambda: lf.bptt(lf.SequenceToSequence(lf.Elman(3, 5, torch.relu), 4), x(), y()),
         TypeError,
-        "with tanh; Elman(3, 5, activation=relu) with Classes(size=4) came.",
+        "with tanh; got Elman(3, 5, activation=relu) with Classes(size=4).",
     ),
     (
         lambda: lf.bptt(lf.SequenceToSequence(ELMAN, lf.Reals(4)), x(), x(7, 2, 4)),
         TypeError,
-        "with Reals(size=4) came.",
+        "with Reals(size=4). For any other",
     ),
     (
         lambda: lf.per_step_gradients(seq(), lambda o, y: o, x(), y()),
         ValueError,
-        "loss_fn must return one number; a tensor of shape (7, 2, 4) came. Sum it.",
+        "loss_fn must return one number; got a tensor of shape (7, 2, 4). Sum it.",
     ),
     (
         lambda: lf.gradient_flow(nn.Linear(3, 4), torch.dist, x(), y()),
@@ -500,7 +500,7 @@ KINDS: list[Case] = [
     (
         lambda: lf.gradient_flow(lf.Recurrent(ELMAN), torch.dist, x(), y()),
         TypeError,
-        "gradient_flow needs a model that returns outputs o; a Unfolding came.",
+        "gradient_flow needs a model that returns outputs o; got a Unfolding.",
     ),
 ]
 
@@ -529,22 +529,22 @@ def test_a_step_that_overwrites_its_state_is_told_so() -> None:
 
 
 def test_an_initialiser_is_an_object() -> None:
-    with pytest.raises(TypeError, match=r"such as lf\.Orthogonal\(\); 'orthogonal' came"):
+    with pytest.raises(TypeError, match=r"such as lf\.Orthogonal\(\); got 'orthogonal'"):
         wrong.Elman(3, 5, recurrent_init="orthogonal")
 
 
 def test_truncation_needs_a_loss_at_every_step() -> None:
     model: Any = lf.SequenceToOne(lf.Elman(3, 5), outputs=4)
-    with pytest.raises(TypeError, match="truncated_bptt needs SequenceToSequence.*SequenceToOne came"):
+    with pytest.raises(TypeError, match="truncated_bptt needs SequenceToSequence.*got SequenceToOne"):
         lf.truncated_bptt(model, model.loss, x(), y(), window=2)
 
 
 OBJECTS: list[Case] = [
     (lambda: wrong.unfold(lf.Elman, x()), TypeError, "not its class: type Elman(...) with its sizes"),
     (lambda: wrong.Recurrent(lf.Elman), TypeError, "not its class: type Elman(...) with its sizes"),
-    (lambda: wrong.Recurrent(lf.Elman(3, 5), engine="auto"), TypeError, "such as lf.Auto(); 'auto' came"),
+    (lambda: wrong.Recurrent(lf.Elman(3, 5), engine="auto"), TypeError, "such as lf.Auto(); got 'auto'"),
     (lambda: wrong.Recurrent(nn.LSTM(3, 5)), TypeError, "Type lf.from_torch(...)"),
-    (lambda: wrong.Stacked(lf.Elman(3, 5), lf.Elman(5, 5)), TypeError, "Stacked([a, b]); a Elman came"),
+    (lambda: wrong.Stacked(lf.Elman(3, 5), lf.Elman(5, 5)), TypeError, "Stacked([a, b]); got a Elman"),
     (
         lambda: wrong.OutputRecurrence(3, 5, 4)(x(), y(), lf.TeacherForcing),
         TypeError,

@@ -233,7 +233,7 @@ def test_shares_that_are_no_number() -> None:
     assert any("2 norms are no finite number" in text.get_text() for text in texts_of(drawing))
     charts.step_gradients({"W": torch.full((3,), math.nan)})
     charts.step_gradients({"W": torch.zeros(3)})
-    with pytest.raises(ValueError, match="at least one parameter; none came"):
+    with pytest.raises(ValueError, match="at least one parameter; got none"):
         charts.step_gradients({})
 
 
@@ -340,7 +340,7 @@ def test_words_are_written_upwards() -> None:
 
 
 def test_states_that_do_not_fit_their_text() -> None:
-    with pytest.raises(ValueError, match="a piece of text for each state; 2 for 3 came"):
+    with pytest.raises(ValueError, match="a piece of text for each state; got 2 for 3"):
         charts.hidden_states(torch.zeros(3, 2), ["a", "b"])
     with pytest.raises(ValueError, match="at least one unit"):
         charts.hidden_states(torch.zeros(1, 2), ["a"], units=[])

@@ -464,7 +464,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "greedy and warm": (("generate", "run", "--greedy", "--temperature", 0.5), "choose one: --greedy, --beam, or"),
     "beam and top": (("generate", "run", "--beam", 2, "--top-k", 3), "choose one: --greedy, --beam, or a draw"),
     "beam and cold": (("generate", "run", "--beam", 2, "--temperature", 0), "choose one: --greedy, --beam, or a draw"),
-    "no probability": (("generate", "run", "--top-p", 2), "top_p is a probability above 0 and up to 1; 2.0 came"),
+    "no probability": (("generate", "run", "--top-p", 2), "top_p is a probability above 0 and up to 1; got 2.0"),
 }
 
 

@@ -1,10 +1,12 @@
 """Circuits and unfolded graphs: they are the computation itself, and nothing in them lies on anything else."""
 
 import gc
+import inspect
 import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,77 @@ from loopfold.patterns import Pattern
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TAU, BATCH = 5, 3
+
+
+class Echo(lf.Pattern):
+    """A pattern of a user's own: every step reads x(t) and the output of the step before, and has a memory besides."""
+
+    def __init__(self, cell: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.recurrent, self.outputs = lf.Recurrent(cell), lf.Classes(outputs)
+        self.readout = lf.Readout(self.recurrent.hidden_size, outputs)
+
+    @property
+    def wiring(self) -> lf.Wiring:
+        return lf.Wiring(self.recurrent, self.readout, self.outputs, feeding=lf.FreeRunning())
+
+    def predict(self, x: Tensor, y: Tensor | None = None, feeding: lf.Feeding = lf.FreeRunning()) -> lf.Prediction:
+        fed, state, os = x.new_zeros(x.shape[1], self.outputs.size), None, []
+        for t in range(len(x)):
+            run = self.recurrent(torch.cat([x[t], fed], -1)[None], state)
+            state = run.last
+            os.append(self.readout(run.last_hidden))
+            fed = feeding.next(os[t], None if y is None else y[t], self.outputs)
+        return lf.Prediction(torch.stack(os), run)
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, y)
+
+
+class Repeater(lf.Pattern):
+    """An encoder whose vector is all that the decoder reads: nothing is fed back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.recurrent = lf.Recurrent(lf.GRU(3, 5)), lf.Recurrent(lf.LSTM(5, 6))
+        self.outputs, self.readout = lf.Classes(4), lf.Readout(6, 4)
+
+    @property
+    def wiring(self) -> lf.Wiring:
+        return lf.Wiring(self.recurrent, self.readout, self.outputs, encoder=self.encoder)
+
+    def predict(self, x: Tensor) -> lf.Prediction:
+        run = self.recurrent(self.encoder(x).last_hidden.expand(len(x), -1, -1))
+        return lf.Prediction(self.readout(run.hidden), run)
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x)
+
+
+class Blurred(lf.Feeding):
+    """A feeding of a user's own that says nothing of what it reads."""
+
+    def known(self, y: Tensor | None, outputs: lf.Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: lf.Outputs) -> Tensor:
+        assert y is not None
+        return 0.9 * outputs.encode(y).to(o.dtype) + 0.1 * outputs.soft(o)
+
+
+class BlurredTruth(lf.Feeding):
+    """One that reads the truth alone, and does not feed it back as it is."""
+
+    reads_own = False
+
+    def known(self, y: Tensor | None, outputs: lf.Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: lf.Outputs) -> Tensor:
+        assert y is not None
+        return 0.9 * outputs.encode(y).to(o.dtype)
+
+
 PATTERNS: dict[str, Callable[[], nn.Module]] = {
     "every step": lambda: lf.SequenceToSequence(lf.Elman(3, 5), 4),
     "LSTM": lambda: lf.SequenceToSequence(lf.LSTM(3, 5), 4),
@@ -49,11 +122,16 @@ PATTERNS: dict[str, Callable[[], nn.Module]] = {
     "vector": lambda: lf.VectorToSequence(lf.GRU(3 + 4, 5), 4),
     "encoder-decoder": lambda: lf.EncoderDecoder(lf.LSTM(3, 5), lf.GRU(5 + 4, 6), 4),
     "autoencoder": lambda: lf.Autoencoder(lf.GRU(3, 5), lf.GRU(5 + 3, 6), lf.Reals(3)),
+    "own pattern": lambda: Echo(lf.GRU(3 + 4, 5), 4),
+    "own pattern, nothing fed back": Repeater,
     "language model": lambda: recurrent_lm(4, [lf.GRU(6, 5), lf.GRU(5, 5)], 6),
     "one-hot language model": lambda: lf.RecurrentLM(lf.SequenceToSequence(lf.Elman(4, 5), 4)),
 }
-FEEDS = ("outputs back", "vector", "encoder-decoder", "autoencoder")
-FEEDINGS = (None, lf.TeacherForcing(), lf.FreeRunning(), lf.FreeRunning(lf.Greedy()))
+FEEDS = ("outputs back", "vector", "encoder-decoder", "autoencoder", "own pattern")
+FEEDINGS = (
+    *(None, lf.TeacherForcing(), lf.FreeRunning(), lf.FreeRunning(lf.Greedy())),
+    *(Blurred(), BlurredTruth(), lf.GeneralisedTeacherForcing(0.3)),
+)
 CASES = [
     (name, feeding, level)
     for name in PATTERNS
@@ -109,7 +187,7 @@ def test_running_the_unfolded_graph_gives_the_loss_and_the_gradients(
         x.requires_grad_()
     loss = loss_of(model, x, y, feeding)
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-12)
-    if x is None or (name == "autoencoder" and isinstance(feeding, lf.TeacherForcing)):
+    if x is None or (name == "autoencoder" and feeding is not None and feeding.reads_truth):
         return  # tokens have no gradient; what an autoencoder is forced with is x itself, so it has two ways back
     (expected,) = torch.autograd.grad(loss, x)
     (source,) = [v for v in drawn.variables if v.role is Role.INPUT and v not in drawn.rules]
@@ -284,13 +362,64 @@ def test_figure_10_3() -> None:
 
 @pytest.mark.parametrize(
     ("feeding", "fed"),
-    [(lf.TeacherForcing(), {"y"}), (lf.FreeRunning(), {"o"}), (lf.ScheduledSampling(0.5), {"o", "y"})],
+    [
+        (lf.TeacherForcing(), {"y"}),
+        (lf.FreeRunning(), {"o"}),
+        (lf.ScheduledSampling(0.5), {"o", "y"}),
+        (Blurred(), {"o", "y"}),
+        (BlurredTruth(), {"y"}),
+    ],
 )
 def test_figures_10_4_and_10_6(feeding: lf.Feeding, fed: set[str]) -> None:
     """Output recurrence: the output comes back, or under teacher forcing the target does."""
     found = edges(lf.OutputRecurrence(3, 5, 4), feeding=feeding)
     assert {source for source, target, lag, _ in found if (target, lag) == ("h", 1)} == fed
     assert ("h", "h", 1, ("W",)) not in found
+
+
+@pytest.mark.parametrize(
+    ("feeding", "flows"),
+    [
+        (lf.FreeRunning(lf.Raw()), True),
+        (lf.FreeRunning(lf.Sample()), False),
+        (lf.ScheduledSampling(0.5), True),
+        (lf.ScheduledSampling(0.5, lf.Greedy()), False),
+        (Blurred(), True),
+        (lf.GeneralisedTeacherForcing(0.3), True),
+        (lf.GeneralisedTeacherForcing(0.3, lf.Sample()), False),
+    ],
+)
+def test_gradients_are_drawn_where_they_flow(feeding: lf.Feeding, flows: bool) -> None:
+    drawn = circuit(lf.OutputRecurrence(3, 5, 4), lf.Level.BOOK, feeding, None)
+    assert {edge.flows for edge in drawn.edges if edge.source.label == "o" and edge.lag} == {flows}
+    assert not any(edge.flows for edge in drawn.edges if edge.source.label == "y")
+
+
+def test_the_feeding_that_is_drawn_is_the_one_that_runs() -> None:
+    for make in (PATTERNS[name] for name in FEEDS):
+        model = make()
+        assert isinstance(model, Pattern)
+        assert inspect.signature(model.predict).parameters["feeding"].default == model.wiring.feeding
+
+
+def test_the_gradients_of_a_pattern_of_ones_own() -> None:
+    model, x, y = PATTERNS["own pattern"](), torch.randn(6, 2, 3), torch.randint(4, (6, 2))
+    assert isinstance(model, Pattern)
+    flow = lf.gradient_flow(model, model.loss, x, y)
+    assert flow.norms.shape == (6, 6)
+    assert flow.norms.tril().equal(flow.norms)
+    assert lf.per_step_gradients(model, model.loss, x, y)["W"].shape == (6, 15, 5)
+    with pytest.raises(TypeError, match=r"one step for each x\(t\); not Repeater"):
+        lf.gradient_flow(repeater := Repeater(), repeater.loss, x, y)
+
+
+def test_a_wiring_that_cannot_be() -> None:
+    wiring = lf.SequenceToOne(lf.GRU(3, 5), 4).wiring
+    for wrong in ({"feeding": lf.FreeRunning()}, {"x": lf.When.LAST}, {"answers": lf.When.ONCE}):
+        with pytest.raises(ValueError, match="every step"):
+            replace(wiring, **wrong)
+    with pytest.raises(TypeError, match=r"Linear is no layer such as lf.Recurrent\(cell\)"):
+        replace(wiring, recurrent=nn.Linear(3, 5))
 
 
 def test_names_of_layers_and_directions_differ() -> None:
@@ -406,7 +535,7 @@ def _dense(points: Any) -> Any:
 SCENES = [
     (*case, steps)
     for case in CASES
-    if case[1] != FEEDINGS[3]
+    if case[1] in FEEDINGS[:3]
     for steps in ((None, 1, 3, 50) if case[2] is lf.Level.BOOK else (None, 3))
 ]
 
@@ -520,11 +649,11 @@ class Branching(lf.Transition):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: lf.draw(lf.Elman(3, 5), steps=0), ValueError, "steps as a whole number of at least 1; 0 came"),
-        (lambda: lf.draw(lf.Elman(3, 5), steps=2.5), ValueError, "2.5 came"),  # type: ignore[arg-type]
+        (lambda: lf.draw(lf.Elman(3, 5), steps=0), ValueError, "steps as a whole number of at least 1; got 0"),
+        (lambda: lf.draw(lf.Elman(3, 5), steps=2.5), ValueError, "got 2.5"),  # type: ignore[arg-type]
         (lambda: lf.draw(lf.Elman(3, 5), gradients=True), ValueError, "give steps"),
         (lambda: lf.draw(lf.Elman), TypeError, r"type Elman\(\.\.\.\)"),
-        (lambda: lf.draw(3), TypeError, "a int came"),
+        (lambda: lf.draw(3), TypeError, "got a int"),
         (lambda: lf.draw(nn.LSTM(3, 5)), TypeError, "from_torch"),
         (
             lambda: lf.draw(Branching()),
@@ -543,7 +672,7 @@ class Branching(lf.Transition):
         (
             lambda: lf.draw(PATTERNS["every step"](), 4, True, x=torch.zeros(3, 1, 3), y=torch.zeros(3, 1).long()),
             ValueError,
-            "3 steps and 4 are to be drawn",
+            "y has 3 steps; expected 4, as many as are drawn",
         ),
         (lambda: lf.draw(PATTERNS["every step"](), 4, True, y=torch.zeros(4, 1).long()), ValueError, "inputs x"),
         (lambda: lf.draw(PATTERNS["every step"](), 4, y=torch.zeros(4, 1).long()), ValueError, "gradients=True"),
@@ -572,7 +701,7 @@ class Branching(lf.Transition):
             ValueError,
             "leave x out",
         ),
-        (lf.beside, TypeError, "none came"),
+        (lf.beside, TypeError, "got none"),
         (lambda: lf.draw(PATTERNS["every step"](), 4, x=[1, 2]), TypeError, "list"),  # type: ignore[arg-type]
     ],
 )
@@ -583,7 +712,7 @@ def test_bad_input_is_told_in_words(call: Callable[[], Any], error: type[Excepti
 
 def test_bad_paths_are_told_in_words(tmp_path: Path) -> None:
     drawing = lf.draw(lf.Elman(3, 5))
-    with pytest.raises(ValueError, match=r"\.svg, \.png.*\.gif came"):
+    with pytest.raises(ValueError, match=r"\.svg, \.png.*got \.gif"):
         drawing.save(tmp_path / "a.gif")
     with pytest.raises(ValueError, match="without an ending"):
         drawing.save(tmp_path / "a")

@@ -447,9 +447,9 @@ def test_wrong_tokens(tokens: Tensor | lf.Tokens, message: str) -> None:
 def test_wrong_models_and_numbers() -> None:
     with pytest.raises(TypeError, match="a Linear is not a language model"):
         lf.perplexity(nn.Linear(3, 3), torch.tensor([0]))
-    with pytest.raises(ValueError, match="streams as a whole number of at least 1; 0 came"):
+    with pytest.raises(ValueError, match="streams as a whole number of at least 1; got 0"):
         lf.perplexity(made("Elman"), torch.tensor([0]), streams=0)
-    with pytest.raises(ValueError, match="window as a whole number of at least 1; 0 came"):
+    with pytest.raises(ValueError, match="window as a whole number of at least 1; got 0"):
         lf.perplexity(made("Elman"), torch.tensor([0]), window=0, carried=False)
 
 

@@ -167,3 +167,29 @@ def test_the_probability_follows_its_schedule() -> None:
     assert not chosen(feeding.at(0)).any()
     assert float(chosen(feeding.at(100)).mean()) == pytest.approx(0.8, abs=0.05)
     assert feeding.at(100).at(0) == feeding
+
+
+@pytest.mark.parametrize("outputs", [lf.Classes(3), lf.Reals(3)], ids=["Classes", "Reals"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_generalised_teacher_forcing_runs_from_none_of_the_truth_to_all(name: str, outputs: Outputs) -> None:
+    model, run = fed_back(name, outputs)
+    for alpha, needed in ((0.0, run(lf.FreeRunning())), (1.0, run(lf.TeacherForcing()))):
+        got = run(lf.GeneralisedTeacherForcing(alpha))
+        assert_same(got, needed)
+        assert_same(gradients(got.square().sum(), model), gradients(needed.square().sum(), model))
+    mixed = run(lf.GeneralisedTeacherForcing(0.5))
+    assert not any(torch.allclose(mixed, run(other)) for other in (lf.FreeRunning(), lf.TeacherForcing()))
+
+
+def test_generalised_teacher_forcing_is_the_mixture_of_hess_et_al() -> None:
+    """ỹ = (1 - α) ŷ + α y, and ∂ỹ/∂o is (1 - α) ∂ŷ/∂o."""
+    o, y, outputs = randn(4, 3).requires_grad_(), torch.randint(3, (4,)), lf.Classes(3)
+    fed = lf.GeneralisedTeacherForcing(0.3).next(o, y, outputs)
+    assert_same(fed, 0.7 * o.softmax(-1) + 0.3 * outputs.encode(y).to(f64))
+    weights = randn(4, 3)
+    (got,) = torch.autograd.grad(fed, o, weights)
+    (needed,) = torch.autograd.grad(o.softmax(-1), o, 0.7 * weights)
+    assert_same(got, needed)
+    assert not lf.GeneralisedTeacherForcing(0.3, lf.Greedy()).next(o, y, outputs).requires_grad
+    with pytest.raises(ValueError, match="an alpha from 0 to 1; got 1.5"):
+        lf.GeneralisedTeacherForcing(1.5)

@@ -238,14 +238,14 @@ def test_rows_are_narrowed_each_by_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.0}, r"temperature must be above 0; 0.0 came. For the likeliest, type Greedy\(\)"),
-        ({"temperature": -1.0}, "temperature must be above 0; -1.0 came"),
-        ({"temperature": math.nan}, "temperature must be above 0; nan came"),
-        ({"temperature": math.inf}, "temperature must be above 0; inf came"),
-        ({"top_k": 0}, "top_k as a whole number of at least 1; 0 came"),
-        ({"top_k": 1.5}, "top_k as a whole number of at least 1; 1.5 came"),
-        ({"top_p": 0.0}, "top_p is a probability above 0 and up to 1; 0.0 came"),
-        ({"top_p": 1.1}, "top_p is a probability above 0 and up to 1; 1.1 came"),
+        ({"temperature": 0.0}, r"temperature must be above 0; got 0.0. For the likeliest, type Greedy\(\)"),
+        ({"temperature": -1.0}, "temperature must be above 0; got -1.0"),
+        ({"temperature": math.nan}, "temperature must be above 0; got nan"),
+        ({"temperature": math.inf}, "temperature must be above 0; got inf"),
+        ({"top_k": 0}, "top_k as a whole number of at least 1; got 0"),
+        ({"top_k": 1.5}, "top_k as a whole number of at least 1; got 1.5"),
+        ({"top_p": 0.0}, "top_p is a probability above 0 and up to 1; got 0.0"),
+        ({"top_p": 1.1}, "top_p is a probability above 0 and up to 1; got 1.1"),
     ],
     ids=str,
 )
@@ -291,7 +291,7 @@ def test_a_beam_keeps_only_so_many() -> None:
 
 
 def test_a_beam_needs_a_width() -> None:
-    with pytest.raises(ValueError, match="Beam needs width as a whole number of at least 1; 0 came"):
+    with pytest.raises(ValueError, match="Beam needs width as a whole number of at least 1; got 0"):
         lf.Beam(0)
 
 

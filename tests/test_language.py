@@ -376,9 +376,9 @@ def test_variational_dropout_keeps_the_mean_and_silences_the_same_units_througho
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5])
 def test_a_probability_of_dropout(p: float) -> None:
-    with pytest.raises(ValueError, match=f"from 0 up to but not including 1; {p} came"):
+    with pytest.raises(ValueError, match=f"from 0 up to but not including 1; got {p}"):
         lf.VariationalDropout(p)
-    with pytest.raises(ValueError, match=f"from 0 up to but not including 1; {p} came"):
+    with pytest.raises(ValueError, match=f"from 0 up to but not including 1; got {p}"):
         recurrent_lm(SIZE, [lf.Elman(3, 5)], 3, p, variational=True)
 
 
@@ -411,17 +411,17 @@ def test_sizes_that_do_not_fit() -> None:
         recurrent_lm(SIZE, [lf.GRU(SIZE, SIZE)], None, tied=True)
     with pytest.raises(ValueError, match="tied weights need an embedding of the hidden size, 4; got 5"):
         recurrent_lm(SIZE, [lf.GRU(5, 5), lf.GRU(5, 4)], 5, tied=True)
-    with pytest.raises(ValueError, match="vocabulary_size as a whole number of at least 1; 0 came"):
+    with pytest.raises(ValueError, match="vocabulary_size as a whole number of at least 1; got 0"):
         recurrent_lm(0, [lf.GRU(3, 5)], 3)
-    with pytest.raises(ValueError, match="WindowLM needs span as a whole number of at least 1; 0 came"):
+    with pytest.raises(ValueError, match="WindowLM needs span as a whole number of at least 1; got 0"):
         lf.WindowLM(SIZE, 0, 3, 5)
     with pytest.raises(ValueError, match="WindowLM needs vocabulary_size"):
         lf.WindowLM(0, 2, 3, 5)
-    with pytest.raises(ValueError, match=r"ConvolutionLM needs width as a whole number of at least 1; 2\.0 came"):
+    with pytest.raises(ValueError, match=r"ConvolutionLM needs width as a whole number of at least 1; got 2\.0"):
         lf.ConvolutionLM(SIZE, 2.0, 2, 5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ConvolutionLM needs layers as a whole number of at least 1; 0 came"):
+    with pytest.raises(ValueError, match="ConvolutionLM needs layers as a whole number of at least 1; got 0"):
         lf.ConvolutionLM(SIZE, 2, 0, 5)
-    with pytest.raises(TypeError, match=r"Embedded needs an nn\.Embedding\(tokens, size\); a Linear came"):
+    with pytest.raises(TypeError, match=r"Embedded needs an nn\.Embedding\(tokens, size\); got a Linear"):
         lf.Embedded(lf.GRU(3, 5), nn.Linear(7, 3))  # type: ignore[arg-type]
 
 

@@ -15,11 +15,13 @@ ROOT = Path(lf.__file__).parent
 MAP = re.findall(r"^    (\w+) {2,}\S", lf.__doc__ or "", re.MULTILINE)
 
 PUBLIC = """
-    Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU Uniform Orthogonal ScaledIdentity
+    Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU MGU Uniform Orthogonal ScaledIdentity
     step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU Auto
     unfold Unfolding
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
-    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp Soft Raw Greedy Sample
+    Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp
+    GeneralisedTeacherForcing Soft Raw Greedy Sample
+    Pattern Wiring When Readout
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
     draw Drawing Level beside style
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.feeding import Outputs
+from loopfold.patterns import Pattern
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
@@ -236,3 +237,55 @@ def test_every_pattern_knows_its_outputs_in_training(outputs: Outputs) -> None:
     for model, x, y in models:
         model.loss(model.given(x, y), y).backward()
         assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def patterns(engine: lf.Engine | None) -> dict[str, tuple[Pattern, tuple[Any, ...]]]:
+    """Each pattern with what its `predict` takes."""
+    x, y = randn(30, 2, 3).float(), torch.randint(4, (30, 2))
+    stack = [lf.Bidirectional(lf.GRU(3, 5), lf.LSTM(3, 4)), lf.Elman(9, 6)]
+    free = lf.FreeRunning()
+    return {
+        "SequenceToSequence": (lf.SequenceToSequence(lf.Stacked(stack), 4, engine=engine), (x,)),
+        "SequenceToOne": (lf.SequenceToOne(lf.GRU(3, 5), 4, engine=engine), (x, None, [30, 4])),
+        "VectorToSequence": (lf.VectorToSequence(lf.GRU(3 + 4, 5), 4, engine=engine), (x[0], y)),
+        "EncoderDecoder": (lf.EncoderDecoder(lf.GRU(3, 5), lf.LSTM(5 + 4, 6), 4, engine=engine), (x, y)),
+        "Autoencoder": (lf.Autoencoder(lf.GRU(3, 5), lf.GRU(5 + 3, 6), lf.Reals(3), engine=engine), (x, free)),
+    }
+
+
+@pytest.mark.parametrize("name", patterns(None))
+@pytest.mark.parametrize("engine", [lf.Sequential(), lf.Looped(), None])
+def test_a_pattern_is_explained_as_it_is_run(name: str, engine: lf.Engine | None) -> None:
+    model, given = patterns(engine)[name]
+    parts = {path: part for path, part in model.named_modules() if isinstance(part, lf.Recurrent)}
+    assert {type(part.engine) for part in parts.values()} == {type(engine or lf.Auto())}
+    before = torch.get_rng_state()
+    paragraphs = model.explain(*given).split("\n\n")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(paragraphs) == len(parts)
+    for (path, part), text in zip(parts.items(), paragraphs, strict=True):
+        begin = f"{path}: " if len(parts) > 1 else ""
+        assert text.startswith(f"{begin}{type(part.cell).__name__} over τ = ")
+        assert type(engine or lf.FusedCPU()).__name__ in text or "only one step" in text
+    assert model.explain(*given, code=True)
+    assert {type(part.engine) for part in parts.values()} == {type(engine or lf.Auto())}
+
+
+def test_the_explanation_has_the_sizes_that_each_layer_reads() -> None:
+    model, given = patterns(lf.Looped())["EncoderDecoder"]
+    encoder, decoder = model.explain(*given).split("\n\n")
+    assert encoder.startswith("encoder: GRU over τ = 30, batch 2, float32 on cpu: Looped, because it was asked for.")
+    assert "1 product (6×24)" in decoder
+    free = model.explain(given[0], feeding=lf.FreeRunning(), steps=7).split("\n\n")[1]
+    assert free.startswith("decoder.recurrent: LSTM over τ = 1, batch 2")
+    assert free.endswith("so 7 times, one after the other")
+
+
+def test_output_recurrence_says_how_it_is_run() -> None:
+    model, x, y = lf.OutputRecurrence(3, 5, 4, engine=lf.Auto()), torch.randn(7, 2, 3), torch.randint(4, (7, 2))
+    assert model.explain(x, y) == (
+        "OutputToHidden: all steps at once, since what is fed back is known beforehand; no engine is needed."
+    )
+    assert "a plain loop of 7 steps, since each waits" in model.explain(x, feeding=lf.FreeRunning())
+    with pytest.raises(ValueError, match="Looped cannot run OutputRecurrence: its loop goes through the output"):
+        lf.OutputRecurrence(3, 5, 4, engine=lf.Looped())

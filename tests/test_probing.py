@@ -427,7 +427,7 @@ def test_nothing_that_multiplies_the_state() -> None:
     for model in (nn.Linear(3, 4), lf.WindowLM(10, 4, 4, 4, 0.0)):
         with pytest.raises(ValueError, match=rf"{type(model).__name__} takes no step f\(state, x\) -> state"):
             lf.eigenvalues(model)
-    with pytest.raises(TypeError, match="a str came"):
+    with pytest.raises(TypeError, match="got a str"):
         lf.eigenvalues("lstm")  # type: ignore[arg-type]
     cell = lf.Elman(3, 4)
     cell.W.data[0, 0] = math.inf

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import loopfold as lf
-from loopfold.recurrent import Recurrent
+from loopfold.recurrent import Recurrent, RecurrentLayer
 from loopfold.states import leaves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -221,3 +221,57 @@ def test_layers_nest() -> None:
     deep = lf.Bidirectional(lf.Stacked([lf.GRU(3, 4), lf.Elman(4, 5)]), lf.Stacked([lf.LSTM(3, 6)])).double()
     x = randn(7, 2, 3)
     assert_same(deep(x).hidden[:, :, 5:], deep.backwards(x.flip(0)).hidden.flip(0), 0)
+
+
+class Twice(RecurrentLayer):
+    """A layer of a user's own kind, which says nothing of engines."""
+
+    def __init__(self, layer: RecurrentLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any = None, state: Any = None, lengths: Any = None) -> lf.Unfolding:
+        return self.layer(self.layer(x).hidden, state, lengths)
+
+    def initial_state(self, batch: int) -> Any:
+        return self.layer.initial_state(batch)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+
+def test_an_engine_is_that_of_every_recurrence_inside() -> None:
+    own = lf.Recurrent(lf.GRU(3, 5), lf.Sequential())
+    both = lf.Bidirectional(own, lf.GRU(3, 4))
+    assert [part.engine for part in both.modules() if isinstance(part, lf.Recurrent)] == [lf.Sequential(), lf.Auto()]
+    stack = lf.Stacked([both, Twice(lf.Recurrent(lf.LSTM(9, 9)))], engine=lf.Looped())
+    assert {part.engine for part in stack.modules() if isinstance(part, lf.Recurrent)} == {lf.Looped()}
+    with pytest.raises(TypeError, match="engine must be an object such as lf.Auto"):
+        lf.Stacked([own], engine="looped")  # type: ignore[arg-type]
+    assert own.engine == lf.Looped()
+
+
+def test_every_layer_is_explained() -> None:
+    layer = Twice(lf.Recurrent(lf.LSTM(9, 9)))
+    stack = lf.Stacked([lf.Bidirectional(lf.GRU(3, 5), lf.GRU(3, 4)), layer], dropout=0.5, engine=lf.Looped())
+    x, before = torch.randn(20, 2, 3), torch.get_rng_state()
+    there, back, top = stack.explain(x, lengths=[20, 3]).split("\n\n")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert there.startswith("layers.0.forwards: GRU over τ = 20, batch 2, float32 on cpu: Looped")
+    assert back.startswith("layers.0.backwards: GRU over τ = 20")
+    assert top.startswith("layers.1.layer: LSTM over τ = 20")
+    assert top.endswith("so 2 times, one after the other")
+    assert stack.training
+
+
+def test_an_engine_that_refuses_is_explained_and_not_run() -> None:
+    class Branching(TwoMatrices):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            new = super().forward(h, x)
+            return new if bool(x.sum() > 0) else -new
+
+    stack = lf.Stacked([lf.GRU(3, 4), Branching(4, 5)], engine=lf.FusedCPU())
+    assert "layers.1: Branching over τ = 9, batch 2, float32 on cpu: FusedCPU refuses" in stack.explain(
+        torch.randn(9, 2, 3)
+    )

@@ -175,7 +175,7 @@ def test_a_text_in_words_already_is_taken_at_its_word() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Words.of("a", min_count=0), "min_count as a whole number of at least 1; 0 came"),
+        (lambda: Words.of("a", min_count=0), "min_count as a whole number of at least 1; got 0"),
         (lambda: Words.of("a", max_size=2), "max_size of 3 or more.*got 2"),
         (lambda: Subwords.of("a", size=255), "size of 256 or more.*got 255"),
     ],
@@ -457,8 +457,8 @@ def test_a_ragged_row_does_not_stand_alone() -> None:
         (lambda: Streams(torch.arange(0), 2, 2), r"ids \[n\] of torch.int64, n at least 1; got \(0,\)"),
         (lambda: Streams(torch.zeros(3), 2, 2), "got .* of torch.float32"),
         (lambda: Streams(torch.arange(9).view(3, 3), 2, 2), r"\(3, 3\)"),
-        (lambda: Streams(torch.arange(9), 0, 2), "count as a whole number of at least 1; 0 came"),
-        (lambda: Streams(torch.arange(9), 2, 0), "window as a whole number of at least 1; 0 came"),
+        (lambda: Streams(torch.arange(9), 0, 2), "count as a whole number of at least 1; got 0"),
+        (lambda: Streams(torch.arange(9), 2, 0), "window as a whole number of at least 1; got 0"),
         (lambda: Streams(torch.arange(9), 3, 2).part(0, 2), "3 streams of 9 tokens .* evenly by 2 processes: choose"),
         (lambda: Streams(torch.arange(9), 4, 2).part(2, 2), "rank must be from 0 to 1 with 2 processes; got 2"),
     ],

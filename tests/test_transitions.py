@@ -1,16 +1,21 @@
 """One step: the equations of each cell, how it starts, and what may be a state."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from helpers import FastAndSlow, LearnedStart, Memory, TwoMatrices, assert_same, gradients, randn
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.states import describe, leaves, map_state, rebuild, zero_state
+from loopfold.states import Step, describe, leaves, map_state, rebuild, zero_state
+from loopfold.training.cells import make_cell
+from loopfold.training.options import Options
+from loopfold.transitions import CELLS, Cell, example_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64
@@ -124,7 +129,9 @@ def test_layer_norm_lstm_is_the_papers_equations() -> None:
         assert_same((new.h[k], new.c[k]), (h_new, c_new))
 
 
-@pytest.mark.parametrize(("kind", "gates"), [(lf.Elman, 1), (lf.GRU, 3), (lf.LSTM, 4), (lf.LayerNormLSTM, 4)])
+@pytest.mark.parametrize(
+    ("kind", "gates"), [(lf.Elman, 1), (lf.MGU, 2), (lf.GRU, 3), (lf.LSTM, 4), (lf.LayerNormLSTM, 4)]
+)
 def test_every_gate_of_w_starts_as_asked(kind: Any, gates: int) -> None:
     for gate in kind(3, 6, recurrent_init=lf.Orthogonal(gain=1.5)).W.split(6):
         torch.testing.assert_close(gate @ gate.T, 1.5**2 * torch.eye(6))
@@ -151,7 +158,7 @@ def test_the_bias_of_a_gate_goes_to_that_gate_alone(kind: Any, name: str) -> Non
     assert torch.equal(bias(**{name: 2.5}), needed)
 
 
-@pytest.mark.parametrize("kind", [lf.Elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM])
+@pytest.mark.parametrize("kind", CELLS.values())
 def test_a_generator_decides_all_of_the_start(kind: Any) -> None:
     def start(seed: int) -> dict[str, Tensor]:
         return kind(3, 5, generator=torch.Generator().manual_seed(seed)).state_dict()
@@ -163,7 +170,7 @@ def test_a_generator_decides_all_of_the_start(kind: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", [lf.Elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM])
+@pytest.mark.parametrize("kind", CELLS.values())
 def test_parameters_and_zeros_have_the_dtype_and_device_asked_for(kind: Any) -> None:
     cell = kind(3, 5, dtype=torch.bfloat16, device="meta")
     for tensor in (*cell.parameters(), *leaves(cell.initial_state(2))):
@@ -272,3 +279,93 @@ def test_a_cell_that_reads_h_and_x_side_by_side_works_in_a_pattern() -> None:
 
     model = lf.SequenceToSequence(Concatenated(), outputs=4)
     assert model(torch.randn(7, 2, 3)).shape == (7, 2, 4)
+
+
+def test_mgu_is_the_equation_of_zhou_et_al() -> None:
+    """f = σ(b_f + W_f h + U_f x), n = tanh(b_n + W_n (f ⊙ h) + U_n x), h = (1 - f) ⊙ h + f ⊙ n, for each sequence."""
+    cell, h, x = lf.MGU(3, 5, dtype=f64), randn(2, 5), randn(2, 3)
+    (W_f, W_n), (U_f, U_n), (b_f, b_n) = cell.W.split(5), cell.U.split(5), cell.b.split(5)
+    for i in range(2):
+        f = torch.sigmoid(b_f + torch.mv(W_f, h[i]) + torch.mv(U_f, x[i]))
+        n = torch.tanh(b_n + torch.mv(W_n, f * h[i]) + torch.mv(U_n, x[i]))
+        assert_same(cell(h, x)[i], (1 - f) * h[i] + f * n)
+
+
+def test_a_new_cell_is_known_everywhere() -> None:
+    cell = make_cell("mgu", 4, 4)  # U is square too, and must not be taken for W
+    assert isinstance(cell, lf.MGU)
+    assert Options(cell=lf.MGU).cell == "mgu"  # type: ignore[arg-type]
+    assert [*lf.eigenvalues(cell).values] == ["W_f", "W_n"]
+    torch.testing.assert_close(lf.eigenvalues(cell).values["W_n"], torch.linalg.eigvals(cell.W[4:].double()))
+    model = lf.SequenceToSequence(cell, 4)
+    assert lf.gradient_flow(model, model.loss, torch.randn(6, 2, 4), torch.zeros(6, 2, dtype=torch.long)).gated
+    assert lf.draw(model, 3, level="operations").dot().count("σ") == 3
+    assert "FusedCPU" in model.explain(torch.randn(30, 2, 4))
+
+
+def test_every_cell_has_a_name_on_the_command_line() -> None:
+    assert {name: kind.__name__ for name, kind in CELLS.items()}.items() >= {
+        "elman": "Elman",
+        "lstm": "LSTM",
+        "gru": "GRU",
+        "layernorm-lstm": "LayerNormLSTM",
+    }.items()
+
+
+@pytest.mark.parametrize("kind", CELLS.values())
+def test_help_names_every_option_of_a_cell(kind: type[Cell]) -> None:
+    parameters = inspect.signature(kind).parameters
+    assert [*parameters][:2] == ["input_size", "hidden_size"]
+    assert [*parameters][-4:] == ["recurrent_init", "generator", "device", "dtype"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        kind(3, 5, bias=False)  # type: ignore[call-arg]
+
+
+class Named(nn.Module):
+    """Two gates; `gate_names` of a module that is no Transition may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_names = nn.Linear(3, 8)
+        self.W = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        u, n = (self.gate_names(x) + h @ self.W.T).chunk(2, -1)
+        return torch.sigmoid(u) * torch.tanh(n)
+
+
+class Gated(lf.Transition):
+    gate_names = ("u", "n")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = Named()
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.step(h, x)
+
+
+def test_a_cell_of_ones_own_may_name_its_gates() -> None:
+    assert [*lf.eigenvalues(Gated()).values] == ["W_u", "W_n"]
+    assert [*lf.eigenvalues(Named()).values] == ["W_1", "W_2"]
+    x, y = torch.randn(6, 2, 3), torch.zeros(6, 2, dtype=torch.long)
+    for cell, gated in ((Gated(), True), (Named(), False)):
+        model = lf.SequenceToSequence(cell, 4)
+        assert lf.gradient_flow(model, model.loss, x, y).gated is gated
+
+
+@pytest.mark.parametrize(
+    ("cell", "shapes"),
+    [
+        (lf.LSTM(3, 5), [(1, 3)]),
+        (lf.Embedded(lf.GRU(3, 5), nn.Embedding(7, 3)), [(1,)]),
+        (zoo.Autonomous(3), [None]),
+        (zoo.MinimalGatedUnit(3, 5), [(1, 3)]),
+        (lambda s: s / 2, [None]),
+        (lambda s, x: s / 2 + x, [(1, 1)]),
+    ],
+)
+def test_an_input_is_found_for_any_step(cell: Step, shapes: list[tuple[int, ...] | None]) -> None:
+    before = torch.get_rng_state()
+    assert [x if x is None else tuple(x.shape) for x in example_inputs(cell)] == shapes
+    assert torch.equal(torch.get_rng_state(), before)

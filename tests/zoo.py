@@ -197,7 +197,7 @@ def relu_elman(n_in: int, n: int) -> lf.Elman:
 
 
 WITH_INPUT = (
-    *(lf.Elman, relu_elman, lf.LSTM, lf.GRU, lf.LayerNormLSTM, PeepholeLSTM, MinimalGatedUnit),
+    *(lf.Elman, relu_elman, lf.LSTM, lf.GRU, lf.MGU, lf.LayerNormLSTM, PeepholeLSTM, MinimalGatedUnit),
     *(MultiplicativeIntegration, DeepTransition, irnn, OutputFed, Clockwork, Slots, Delay, Extremes, Sliced),
 )
 

@@ -102,7 +102,7 @@ def _tanh_elman(model: SequenceToSequence) -> Elman:
     if not isinstance(cell, Elman) or cell.activation is not torch.tanh or not isinstance(model.outputs, Classes):
         raise TypeError(
             "bptt works by the book's equations, which are those of SequenceToSequence(Elman(n_in, n), classes) with "
-            f"tanh; {name_of(model) if cell is None else f'{cell} with {model.outputs}'} came. "
+            f"tanh; got {name_of(model) if cell is None else f'{cell} with {model.outputs}'}. "
             f"For any other model use lf.per_step_gradients."
         )
     return cell
@@ -135,7 +135,7 @@ def truncated_bptt(
     """
     whole_number("truncated_bptt", "window", window)
     if not isinstance(model, SequenceToSequence):
-        raise TypeError(f"truncated_bptt needs SequenceToSequence, with a loss at every step; {name_of(model)} came.")
+        raise TypeError(f"truncated_bptt needs SequenceToSequence, with a loss at every step; got {name_of(model)}.")
     if any(isinstance(part, Bidirectional) for part in model.modules()):
         raise TypeError("truncated_bptt carries the state forwards; Bidirectional also reads from the end.")
     if x.shape[0] < 1 or y.shape[0] != x.shape[0]:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ class Classes(Outputs):
 
     def _check(self, y: Tensor) -> None:
         if y.is_floating_point() or y.is_complex():
-            raise TypeError(f"targets of Classes({self.size}) are whole numbers; {y.dtype} came. Type y.long().")
+            raise TypeError(f"targets of Classes({self.size}) are whole numbers; got {y.dtype}. Type y.long().")
         if y.numel() and y.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < self.size:
             raise ValueError(
                 f"targets run from {int(y.min())} to {int(y.max())}; Classes({self.size}) needs 0 to {self.size - 1}."
@@ -100,11 +101,11 @@ class Reals(Outputs):
 
     def encode(self, y: Tensor) -> Tensor:
         if not isinstance(y, Tensor):
-            raise TypeError(f"targets must be a tensor; a {type(y).__name__} came. Type torch.as_tensor(y).")
+            raise TypeError(f"targets must be a tensor; got a {type(y).__name__}. Type torch.as_tensor(y).")
         if y.is_floating_point() and bool(y.isnan().any()):
             raise ValueError("the targets that are fed back hold NaN; padding must hold numbers here, such as 0.")
         if not y.is_floating_point() or y.dim() < 1 or y.shape[-1] != self.size:
-            raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; {tuple(y.shape)} of {y.dtype} came.")
+            raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; got {tuple(y.shape)} of {y.dtype}.")
         return y
 
     def soft(self, o: Tensor) -> Tensor:
@@ -133,6 +134,8 @@ def as_outputs(outputs: Outputs | int) -> Outputs:
 class Pick(ABC):
     """How the model's own output `o(t)` becomes the vector that step t+1 reads."""
 
+    flows: ClassVar[bool] = True  # whether gradients come back through it
+
     @abstractmethod
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor: ...
 
@@ -157,6 +160,8 @@ class Raw(Pick):
 class Greedy(Pick):
     """The most likely class, as a one-hot vector; no gradient."""
 
+    flows = False
+
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.greedy(o)
 
@@ -170,6 +175,8 @@ class Sample(Pick):
     `top_p`        only the likeliest ones that together reach this probability (Holtzman et al., 2020)
     """
 
+    flows = False
+
     generator: torch.Generator | None = None
     temperature: float = 1.0
     top_k: int | None = None
@@ -177,13 +184,13 @@ class Sample(Pick):
 
     def __post_init__(self) -> None:
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
-            raise TypeError(f"generator is a torch.Generator; {self.generator!r} came. Type Sample(temperature=...).")
+            raise TypeError(f"generator is a torch.Generator; got {self.generator!r}. Type Sample(temperature=...).")
         if not 1e-6 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be above 0; {self.temperature} came. For the likeliest, type Greedy().")
+            raise ValueError(f"temperature must be above 0; got {self.temperature}. For the likeliest, type Greedy().")
         if self.top_k is not None:
             whole_number("Sample", "top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability above 0 and up to 1; {self.top_p} came.")
+            raise ValueError(f"top_p is a probability above 0 and up to 1; got {self.top_p}.")
 
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.sample(self.narrowed(o), self.generator)
@@ -210,7 +217,19 @@ class Sample(Pick):
 
 
 class Feeding(ABC):
-    """What step t+1 reads as "the output of step t"."""
+    """What step t+1 reads as "the output of step t".
+
+    `known` and `next` are what runs. The attributes say what `next` reads, for those who draw it.
+    """
+
+    reads_truth: ClassVar[bool] = True  # the target y(t)
+    reads_own: ClassVar[bool] = True  # the model's own output o(t)
+    pick: Pick | None = None  # the form in which o(t) is read, where that is a choice
+
+    @property
+    def flows(self) -> bool:
+        """Whether gradients come back to o(t)."""
+        return self.reads_own and (self.pick is None or self.pick.flows)
 
     @abstractmethod
     def known(self, y: Tensor | None, outputs: Outputs) -> Tensor | None:
@@ -225,6 +244,8 @@ class Feeding(ABC):
 class TeacherForcing(Feeding):
     """The true y(t). All inputs are known beforehand, so nothing has to wait for the model's outputs (M20)."""
 
+    reads_own = False
+
     def known(self, y: Tensor | None, outputs: Outputs) -> Tensor:
         return outputs.encode(_needed(y, self))
 
@@ -235,6 +256,8 @@ class TeacherForcing(Feeding):
 @dataclass(frozen=True)
 class FreeRunning(Feeding):
     """The model's own output, as in use (M21); `pick` says in which form."""
+
+    reads_truth = False
 
     pick: Pick = Soft()
 
@@ -291,7 +314,7 @@ class ScheduledSampling(Feeding):
     def __post_init__(self) -> None:
         object.__setattr__(self, "coin", Coin(self.coin))  # its value will do: "step"
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; {self.probability} came.")
+            raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; got {self.probability}.")
 
     @property
     def probability(self) -> float:
@@ -310,6 +333,33 @@ class ScheduledSampling(Feeding):
         device = o.device if self.generator is None else self.generator.device
         own = torch.rand(coins, generator=self.generator, device=device).to(o.device) < self.probability
         return torch.where(own, self.pick(o, outputs), truth)
+
+
+@dataclass(frozen=True)
+class GeneralisedTeacherForcing(Feeding):
+    """`(1 - α) ŷ(t) + α y(t)`, the model's own output pulled towards the truth (Hess et al., 2023).
+
+    Gradients go back through ŷ, and each step takes 1 - α of them: `alpha` keeps them from exploding where the truth
+    is chaotic. 0 is `FreeRunning`, 1 has the values of `TeacherForcing`; `pick` is the form of ŷ.
+
+    >>> feeding = GeneralisedTeacherForcing(0.25)
+    >>> feeding.next(torch.tensor([[4.0]]), torch.tensor([[8.0]]), Reals(1)).tolist()
+    [[5.0]]
+    """
+
+    alpha: float
+    pick: Pick = Soft()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"GeneralisedTeacherForcing needs an alpha from 0 to 1; got {self.alpha}.")
+
+    def known(self, y: Tensor | None, outputs: Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+        truth = outputs.encode(_needed(y, self)).to(o.dtype)
+        return (1 - self.alpha) * self.pick(o, outputs) + self.alpha * truth
 
 
 def _needed(y: Tensor | None, feeding: Feeding) -> Tensor:

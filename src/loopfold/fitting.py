@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from loopfold.drawing.figure import CYCLE, Drawing, new_figure, style
 from loopfold.evaluation import evaluating
-from loopfold.patterns import EncoderDecoder, OutputRecurrence, Pattern, SequenceToOne, VectorToSequence
+from loopfold.patterns import Pattern, When
 from loopfold.states import in_evaluation, whole_number
 from loopfold.training.loop import Diverged
 
@@ -199,13 +199,10 @@ def _own_loss(model: nn.Module, *batch: Any) -> Tensor:
         got = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in batch)
         raise ValueError(f"got a batch of {got}; expected (x, y) or (x, y, lengths). For one batch, type [(x, y)].")
     x, y, lengths = (*batch, None)[:3]
-    if lengths is None or isinstance(model, OutputRecurrence | VectorToSequence):
-        o = model.given(x, y)  # fed the true y, no step reads from a later one: padding reaches no target before it
-    elif isinstance(model, EncoderDecoder):
-        o = model(x, y, lengths=lengths)
-    else:
-        o = model(x, lengths=lengths)
-    if lengths is None or isinstance(model, SequenceToOne | EncoderDecoder):  # every target counts
+    o = model.given(x, y) if lengths is None else model.given(x, y, lengths)
+    wiring = model.wiring
+    of_targets = wiring.answers is When.EVERY and (wiring.encoder is None or wiring.targets is not None)
+    if lengths is None or not of_targets:
         return model.loss(o, y) / o.shape[:-1].numel()
     return model.loss(o, y, lengths) / int(torch.as_tensor(lengths).sum())
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from loopfold.backpropagation import Loss
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
-from loopfold.engines.sequential import Sequential
-from loopfold.patterns import Autoencoder, EncoderDecoder, Pattern, VectorToSequence
-from loopfold.recurrent import Bidirectional, Recurrent
+from loopfold.patterns import Pattern
+from loopfold.recurrent import Bidirectional, plain_loops, recurrences_of
 from loopfold.states import State, leaves, map_state, name_of
-from loopfold.transitions import GRU, LSTM, Embedded, LayerNormLSTM
+from loopfold.transitions import Embedded, Transition
 
 # ------------------------------------------------------------------ the share of each step
 
@@ -43,10 +42,10 @@ def per_step_gradients(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) ->
     >>> shares["W"].shape
     torch.Size([7, 5, 5])
     """
-    with _plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
+    with plain_loops(model), _copies_for_each_call(model, {x.shape[:2], y.shape[:2]}) as calls, torch.enable_grad():
         loss = loss_fn(_outputs(model, x, y), y)
     if loss.dim() != 0:
-        raise ValueError(f"loss_fn must return one number; a tensor of shape {tuple(loss.shape)} came. Sum it.")
+        raise ValueError(f"loss_fn must return one number; got a tensor of shape {tuple(loss.shape)}. Sum it.")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wanted = [*parameters.values()]
     for call in calls:
@@ -79,8 +78,8 @@ class _Call:
 
 def cells_of(model: nn.Module) -> list[nn.Module]:
     """The transitions of a model, each once."""
-    found = [part.cell for part in model.modules() if isinstance(part, Recurrent) and isinstance(part.cell, nn.Module)]
-    return list(dict.fromkeys(found))
+    found = (part.cell for part in recurrences_of(model).values())
+    return list(dict.fromkeys(cell for cell in found if isinstance(cell, nn.Module)))
 
 
 def core_of(cell: nn.Module) -> nn.Module:
@@ -88,18 +87,9 @@ def core_of(cell: nn.Module) -> nn.Module:
     return core_of(cell.cell) if isinstance(cell, Embedded) else cell
 
 
-@contextmanager
-def _plain_loops(model: nn.Module) -> Iterator[None]:
-    """Every layer runs as the plain loop, whose every step is a call that a hook can see."""
-    recurrents = [part for part in model.modules() if isinstance(part, Recurrent)]
-    engines = [part.engine for part in recurrents]
-    try:
-        for part in recurrents:
-            part.engine = Sequential()
-        yield
-    finally:
-        for part, engine in zip(recurrents, engines, strict=True):
-            part.engine = engine
+def gates_of(cell: nn.Module) -> tuple[str, ...]:
+    """The names of a transition's gates; none where it has none, or says nothing of them."""
+    return cell.gate_names if isinstance(cell, Transition) else ()
 
 
 @contextmanager
@@ -171,7 +161,7 @@ def _shares(call: _Call, p: nn.Parameter, gradients: dict[int, Tensor | None]) -
         together = run(tensors[name], *inputs)
     except (RuntimeError, TypeError):
         return whole[None]
-    # a module that mixes the steps, as a convolution over time, has no share of one step to speak of
+    # a module that mixes the steps, such as a convolution over time, has no share that belongs to one step
     rounding = torch.finfo(whole.dtype).eps
     is_by_step = (
         _apart(by_step, together) <= 1e-9 * _largest(together)
@@ -246,7 +236,7 @@ class GradientFlow:
 
 
 VANISHED, EXPLODED = 1e-3, 1e3  # the size relative to distance 0 at which a gradient counts as gone, or as too large
-FADED, LONG = 0.1, 100  # one that has not vanished yet fades, if it is this small, or vanishes before so many steps
+FADED, LONG = 0.1, 100  # a gradient this small fades, even if not vanished; so does one that will vanish this soon
 
 
 def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> GradientFlow:
@@ -265,13 +255,13 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         raise TypeError(
             f"{name_of(model)} holds no lf.Recurrent with a module as its transition, so no states to follow."
         )
-    if isinstance(model, VectorToSequence | EncoderDecoder | Autoencoder):
+    if isinstance(model, Pattern) and not model.wiring.one_step_for_each_x:
         raise TypeError(f"gradient_flow follows networks that take one step for each x(t); not {name_of(model)}.")
     tau = x.shape[0]
-    with _plain_loops(model), _chains(model) as chains, torch.enable_grad():
+    with plain_loops(model), _chains(model) as chains, torch.enable_grad():
         o = _outputs(model, x, y)
         if not isinstance(o, Tensor):
-            raise TypeError(f"gradient_flow needs a model that returns outputs o; a {type(o).__name__} came.")
+            raise TypeError(f"gradient_flow needs a model that returns outputs o; got a {type(o).__name__}.")
         every_step = o.dim() > 2 and o.shape[:2] == x.shape[:2]
         losses = [loss_fn(o[t : t + 1], y[t : t + 1]) for t in range(tau)] if every_step else [loss_fn(o, y)]
 
@@ -289,7 +279,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
         for k in range(tau):
             norms[t, k] = _size([g for g in found[k * width : (k + 1) * width] if g is not None])
-    return GradientFlow(norms, all(isinstance(core_of(cell), LSTM | LayerNormLSTM | GRU) for cell in cells_of(model)))
+    return GradientFlow(norms, gated=all(gates_of(core_of(cell)) for cell in cells_of(model)))
 
 
 def _size(parts: list[Tensor]) -> Tensor:
@@ -332,7 +322,7 @@ def _by_distance(norms: Tensor) -> Tensor:
     rows, tau = norms.shape
     logs = norms.double().log()
     t = torch.arange(tau - rows, tau, device=norms.device)  # one output: its row is t = τ
-    counts = norms[t - (tau - rows), t] != 0  # a step that the loss leaves out says nothing
+    counts = norms[t - (tau - rows), t] != 0  # a step without a loss counts for nothing
     means = []
     for d in range(tau):
         there = counts & (t >= d)

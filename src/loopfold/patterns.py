@@ -2,17 +2,69 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loopfold.engines.auto import Auto
+from loopfold.engines.base import Engine
+from loopfold.engines.sequential import Sequential
 from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs
-from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer
-from loopfold.states import State, Step, map_state, whole_number
+from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine, explain_run
+from loopfold.states import State, Step, map_state, name_of, whole_number
 from loopfold.transitions import Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
+
+
+class When(Enum):
+    """At which steps of a network something is there."""
+
+    EVERY = "at every step"
+    LAST = "after the last step"
+    ONCE = "once for all steps"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a network is put together, for what draws it, explains it or follows its gradients.
+
+    `recurrent`  the layer that outputs are read from; or a module `h = f(fed, x)`, where what is fed back is all that
+                 one step knows of those before it
+    `readout`    from h to o, for targets of the kind `outputs`
+    `x`          when x is there: at `EVERY` step, or `ONCE`, a vector that every step reads; None: there is no x
+    `answers`    when there is an output: at `EVERY` step, or after the `LAST`
+    `feeding`    what is fed back by default; None: nothing is
+    `encoder`    the layer that reads x first, where the rest reads only what that leaves behind
+    `targets`    what makes the targets from x; None: they are given
+    """
+
+    recurrent: nn.Module
+    readout: "Readout"
+    outputs: Outputs
+    x: When | None = When.EVERY
+    answers: When = When.EVERY
+    feeding: Feeding | None = None
+    encoder: RecurrentLayer | None = None
+    targets: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.x is When.LAST:
+            raise ValueError("x is read at every step or once for all steps: x=When.EVERY or When.ONCE.")
+        if self.answers is When.ONCE or (self.answers is When.LAST and self.feeding is not None):
+            raise ValueError("outputs are there after the last step, or at every step if they are fed back.")
+        if not isinstance(self.recurrent, RecurrentLayer) and (self.feeding is None or self.encoder is not None):
+            raise TypeError(
+                f"{name_of(self.recurrent)} is no layer such as lf.Recurrent(cell): it needs a feeding, and no encoder."
+            )
+
+    @property
+    def one_step_for_each_x(self) -> bool:
+        return self.x is When.EVERY and self.encoder is None
 
 
 @dataclass(frozen=True)
@@ -43,7 +95,11 @@ def _a_parameter_of(module: nn.Module | None) -> Tensor:
 
 
 class Pattern(nn.Module, ABC):
-    """A network with outputs: `model(x, …)` gives `o`; `model.predict(x, …)` gives `o` with the run beneath it."""
+    """A network with outputs: `model(x, …)` gives `o`; `model.predict(x, …)` gives `o` with the run beneath it.
+
+    A pattern of your own writes `predict`, `given` and `wiring`; then it is drawn and explained, and its gradients
+    followed, like ours. `engine=`, wherever a pattern takes it, runs every recurrence inside.
+    """
 
     outputs: Outputs
     readout: Readout
@@ -52,12 +108,37 @@ class Pattern(nn.Module, ABC):
     def predict(self, *args: Any, **options: Any) -> Prediction:
         """The outputs, and the run that they were read from."""
 
+    @property
     @abstractmethod
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
+    def wiring(self) -> Wiring:
+        """How it is put together."""
+
+    @abstractmethod
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
         """The outputs in training, when the targets are known: what a loss compares with `y`."""
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         return self.predict(*args, **options).o
+
+    def explain(self, *args: Any, code: bool = False, **options: Any) -> str:
+        """In words: how each recurrence of this call would be run, and why. Takes what `predict` takes.
+
+        >>> from loopfold import Elman
+        >>> print(VectorToSequence(Elman(3 + 4, 5), 4).explain(torch.ones(2, 3), feeding=FreeRunning(), steps=6))
+        Elman over τ = 1, batch 2, float32 on cpu: Sequential, because there is only one step, so no loop to compile.
+          so 6 times, one after the other
+        """
+        f, calls = self.wiring.recurrent, Counter[nn.Module]()
+        hook = f.register_forward_pre_hook(lambda f, inputs: calls.update([f]))
+        try:
+            texts = [explain_run(self, lambda: self.predict(*args, **options), code)]
+        finally:
+            hook.remove()
+        if not isinstance(f, RecurrentLayer):
+            loop = f"a plain loop of {calls[f]} steps, since each waits for the output of the one before"
+            how = "all steps at once, since what is fed back is known beforehand" if calls[f] == 1 else loop
+            texts.append(f"{name_of(f)}: {how}; no engine is needed.")
+        return "\n\n".join(filter(None, texts))
 
     def loss(self, o: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
         """L = Σ_t L(t), also summed over the batch; steps after a sequence's end do not count."""
@@ -89,9 +170,11 @@ class SequenceToSequence(Pattern):
     (torch.Size([7, 2, 4]), torch.Size([]))
     """
 
-    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self, recurrent: RecurrentLayer | Step, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
-        self.recurrent = as_layer(recurrent)
+        self.recurrent = as_layer(recurrent, engine)
         self.outputs = as_outputs(outputs)
         self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
@@ -99,8 +182,12 @@ class SequenceToSequence(Pattern):
         run = self.recurrent(x, state, lengths)
         return Prediction(self.readout(run.hidden), run)
 
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
-        return self(x)
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.recurrent, self.readout, self.outputs)
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, lengths=lengths)
 
 
 class SequenceToOne(Pattern):
@@ -111,9 +198,11 @@ class SequenceToOne(Pattern):
     torch.Size([2, 4])
     """
 
-    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self, recurrent: RecurrentLayer | Step, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
-        self.recurrent = as_layer(recurrent)
+        self.recurrent = as_layer(recurrent, engine)
         self.outputs = as_outputs(outputs)
         self.readout = Readout(self.recurrent.hidden_size, self.outputs.size, self.recurrent)
 
@@ -121,8 +210,12 @@ class SequenceToOne(Pattern):
         run = self.recurrent(x, state, lengths)
         return Prediction(self.readout(run.last_hidden), run)
 
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
-        return self(x)
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.recurrent, self.readout, self.outputs, answers=When.LAST)
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, lengths=lengths)
 
 
 class OutputToHidden(nn.Module):
@@ -130,6 +223,7 @@ class OutputToHidden(nn.Module):
 
     def __init__(self, n_in: int, n: int, size: int) -> None:
         super().__init__()
+        self.input_size = n_in
         bound = 1 / math.sqrt(n)
         self.U = nn.Parameter(torch.empty(n, n_in).uniform_(-bound, bound))
         self.W = nn.Parameter(torch.empty(n, size).uniform_(-bound, bound))
@@ -152,8 +246,15 @@ class OutputRecurrence(Pattern):
     (torch.Size([7, 2, 4]), torch.Size([7, 2, 4]))
     """
 
-    def __init__(self, input_size: int, hidden_size: int, outputs: Outputs | int) -> None:
+    def __init__(
+        self, input_size: int, hidden_size: int, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
+        if engine is not None and not isinstance(checked_engine(engine), Auto | Sequential):
+            raise ValueError(
+                f"{type(engine).__name__} cannot run OutputRecurrence: its loop goes through the output. "
+                f"Leave engine out, or type engine=lf.Auto()."
+            )
         whole_number("OutputRecurrence", "input_size", input_size)
         whole_number("OutputRecurrence", "hidden_size", hidden_size)
         self.outputs = as_outputs(outputs)
@@ -187,8 +288,12 @@ class OutputRecurrence(Pattern):
             feds.append(fed)
         return Prediction(torch.stack(os), Unfolding(torch.stack(feds), fed, torch.stack(hs), hs[-1]))
 
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
-        return self(x, y)
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.hidden, self.readout, self.outputs, feeding=TeacherForcing())
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, y)  # fed the true y, no step reads a later one, so padding at the end reaches none before it
 
     @property
     def U(self) -> nn.Parameter:
@@ -215,9 +320,11 @@ class VectorToSequence(Pattern):
     torch.Size([6, 2, 4])
     """
 
-    def __init__(self, recurrent: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self, recurrent: RecurrentLayer | Step, outputs: Outputs | int, *, engine: Engine | None = None
+    ) -> None:
         super().__init__()
-        self.recurrent = as_layer(recurrent)
+        self.recurrent = as_layer(recurrent, engine)
         if any(isinstance(part, Bidirectional) for part in self.recurrent.modules()):
             raise ValueError("a sequence that is written step by step cannot be read backwards: no Bidirectional here.")
         self.outputs = as_outputs(outputs)
@@ -256,8 +363,12 @@ class VectorToSequence(Pattern):
             fed = feeding.next(os[-1], None if y is None else y[t], self.outputs)
         return Prediction(torch.stack(os), _join(runs))
 
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
-        return self(x, y)
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring(self.recurrent, self.readout, self.outputs, x=When.ONCE, feeding=TeacherForcing())
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, y)  # as in OutputRecurrence
 
     def _check_width(self, n: int) -> None:
         for part in self.recurrent.modules():
@@ -282,10 +393,17 @@ class EncoderDecoder(Pattern):
     torch.Size([9, 2, 4])
     """
 
-    def __init__(self, encoder: RecurrentLayer | Step, decoder: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self,
+        encoder: RecurrentLayer | Step,
+        decoder: RecurrentLayer | Step,
+        outputs: Outputs | int,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
-        self.encoder = as_layer(encoder)
-        self.decoder = VectorToSequence(decoder, outputs)
+        self.encoder = as_layer(encoder, engine)
+        self.decoder = VectorToSequence(decoder, outputs, engine=engine)
         self.outputs = self.decoder.outputs
         self.decoder._check_width(self.encoder.hidden_size)
 
@@ -305,8 +423,12 @@ class EncoderDecoder(Pattern):
         vector = self.encoder(x, lengths=lengths).last_hidden
         return self.decoder.predict(vector, y, feeding, steps=steps)
 
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
-        return self(x, y)
+    @property
+    def wiring(self) -> Wiring:
+        return replace(self.decoder.wiring, x=When.EVERY, encoder=self.encoder)
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, y, lengths=lengths)
 
 
 class Autoencoder(Pattern):
@@ -320,9 +442,16 @@ class Autoencoder(Pattern):
     torch.Size([7, 2, 3])
     """
 
-    def __init__(self, encoder: RecurrentLayer | Step, decoder: RecurrentLayer | Step, outputs: Outputs | int) -> None:
+    def __init__(
+        self,
+        encoder: RecurrentLayer | Step,
+        decoder: RecurrentLayer | Step,
+        outputs: Outputs | int,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
-        self.network = EncoderDecoder(encoder, decoder, outputs)
+        self.network = EncoderDecoder(encoder, decoder, outputs, engine=engine)
         self.outputs = self.network.outputs
 
     @property
@@ -338,19 +467,23 @@ class Autoencoder(Pattern):
     ) -> Prediction:
         return self.network.predict(x, self.targets(x), feeding, lengths=lengths)
 
-    def given(self, x: Tensor, y: Tensor) -> Tensor:
-        return self(x)
+    @property
+    def wiring(self) -> Wiring:
+        return replace(self.network.wiring, feeding=FreeRunning(), targets=self.targets)
+
+    def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        return self(x, lengths=lengths)
 
 
 def _checked(feeding: Feeding) -> Feeding:
     if not isinstance(feeding, Feeding):
-        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); {feeding!r} came.")
+        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
     return feeding
 
 
 def _check_targets(y: Tensor | None, tau: int, batch: int) -> None:
     if y is not None and not isinstance(y, Tensor):
-        raise TypeError(f"targets must be a tensor; a {type(y).__name__} came. Type torch.as_tensor(y).")
+        raise TypeError(f"targets must be a tensor; got a {type(y).__name__}. Type torch.as_tensor(y).")
     if y is not None and y.shape[:2] != (tau, batch):
         raise ValueError(f"y has shape {tuple(y.shape)}; {tau} steps of a batch of {batch} need [{tau}, {batch}, …].")
 

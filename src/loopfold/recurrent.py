@@ -1,7 +1,9 @@
 """Modules around `unfold`: Recurrent, Stacked, Bidirectional; and to and from torch's own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto, explain
-from loopfold.engines.base import Engine
-from loopfold.states import State, Step, leaves, map_state, name_of
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.sequential import Sequential
+from loopfold.states import State, Step, in_evaluation, leaves, map_state, name_of
 from loopfold.transitions import GRU, LSTM, Elman, initial_state
 from loopfold.unfolding import Unfolding, checked, unfold
 
@@ -34,6 +37,21 @@ class RecurrentLayer(nn.Module, ABC):
     def hidden_size(self) -> int:
         """The size of `run.hidden`, which a layer above reads."""
 
+    def explain(self, *args: Any, code: bool = False, **options: Any) -> str:
+        """In words: which engine would run this call, why, and what the compiler made of each transition.
+
+        Takes what a call takes, and `code=True` to see the compiled loop as well.
+
+        >>> print(Recurrent(Elman(3, 5)).explain(torch.ones(20, 2, 3)))
+        Elman over τ = 20, batch 2, float32 on cpu: FusedCPU, because its loop is native code.
+          before the loop, for all steps at once: 1 sequence of what x decides alone
+          in the loop: 1 product (5×5), 2 other operations
+          kept for the way back, beside the states: nothing
+        """
+        if isinstance(self, Recurrent):  # no need to run it
+            return explain(self.engine, self.recurrence(*args, **options), code)
+        return explain_run(self, lambda: self(*args, **options), code)
+
 
 class Recurrent(RecurrentLayer):
     """A transition, unfolded over whatever it is called on.
@@ -49,12 +67,10 @@ class Recurrent(RecurrentLayer):
             raise TypeError(f"{type(cell).__name__} is a layer of torch's, not a transition. Type lf.from_torch(...).")
         if isinstance(cell, type):
             raise TypeError(f"Recurrent needs a transition, not its class: type {cell.__name__}(...) with its sizes.")
-        if not isinstance(engine, Engine):
-            raise TypeError(f"engine must be an object such as lf.Auto(); {engine!r} came.")
         if isinstance(cell, RecurrentLayer) or not callable(cell):
-            raise TypeError(f"Recurrent needs a transition f(state, x) -> state; a {type(cell).__name__} came.")
+            raise TypeError(f"Recurrent needs a transition f(state, x) -> state; got a {type(cell).__name__}.")
         self.cell = cell
-        self.engine = engine
+        self.engine = checked_engine(engine)
 
     def forward(
         self,
@@ -66,24 +82,16 @@ class Recurrent(RecurrentLayer):
     ) -> Unfolding:
         return unfold(self.cell, x, state, lengths, self.engine, steps=steps)
 
-    def explain(
+    def recurrence(
         self,
         x: Tensor | None = None,
         state: State | None = None,
         lengths: Tensor | list[int] | None = None,
         *,
         steps: int | None = None,
-        code: bool = False,
-    ) -> str:
-        """In words: which engine would run this call, why, and what the compiler made of the transition.
-
-        >>> print(Recurrent(Elman(3, 5)).explain(torch.ones(20, 2, 3)))
-        Elman over τ = 20, batch 2, float32 on cpu: FusedCPU, because its loop is native code.
-          before the loop, for all steps at once: 1 sequence of what x decides alone
-          in the loop: 1 product (5×5), 2 other operations
-          kept for the way back, beside the states: nothing
-        """
-        return explain(self.engine, checked(self.cell, x, state, lengths, steps), code)
+    ) -> Recurrence:
+        """What an engine is given for such a call."""
+        return checked(self.cell, x, state, lengths, steps)
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch)
@@ -96,9 +104,63 @@ class Recurrent(RecurrentLayer):
         return f"engine={self.engine}"
 
 
-def as_layer(layer: RecurrentLayer | Step) -> RecurrentLayer:
-    """A transition as a layer; a layer as it is."""
-    return layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
+def checked_engine(engine: Engine) -> Engine:
+    """`engine`, if it is one."""
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine must be an object such as lf.Auto(); got {engine!r}.")
+    return engine
+
+
+def as_layer(layer: RecurrentLayer | Step, engine: Engine | None = None) -> RecurrentLayer:
+    """A transition as a layer; a layer as it is. `engine`, if one is given, runs every recurrence in it."""
+    made = layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
+    if engine is not None:
+        for part in recurrences_of(made).values():
+            part.engine = checked_engine(engine)
+    return made
+
+
+def recurrences_of(model: nn.Module) -> dict[str, Recurrent]:
+    """Every recurrence that an engine runs, by its name in the model."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, Recurrent)}
+
+
+@contextmanager
+def plain_loops(model: nn.Module) -> Iterator[None]:
+    """Inside it, every recurrence of `model` runs as the plain loop, which calls the transition at every step."""
+    parts = recurrences_of(model).values()
+    engines = [part.engine for part in parts]
+    try:
+        for part in parts:
+            part.engine = Sequential()
+        yield
+    finally:
+        for part, engine in zip(parts, engines, strict=True):
+            part.engine = engine
+
+
+def explain_run(model: nn.Module, run: Callable[[], Any], code: bool) -> str:
+    """A paragraph on each recurrence of `model`, as it is called in `run`; none where it has none."""
+    parts = recurrences_of(model)
+    calls: list[tuple[str, Recurrence]] = []
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda part, args, options, name=name: calls.append((name, part.recurrence(*args, **options))),
+            with_kwargs=True,
+        )
+        for name, part in parts.items()
+    ]
+    try:
+        with plain_loops(model), in_evaluation(model), torch.no_grad():  # no dropout, so no random numbers are drawn
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    texts = Counter((name, explain(parts[name].engine, recurrence, code)) for name, recurrence in calls)
+    return "\n\n".join(
+        (f"{name}: " if len(parts) > 1 else "") + text + (f"\n  so {count} times, one after the other" * (count > 1))
+        for (name, text), count in texts.items()
+    )
 
 
 class VariationalDropout(nn.Module):
@@ -126,34 +188,43 @@ class VariationalDropout(nn.Module):
 
 def _probability(p: float) -> float:
     if not 0 <= p < 1:
-        raise ValueError(f"dropout is a probability from 0 up to but not including 1; {p} came.")
+        raise ValueError(f"dropout is a probability from 0 up to but not including 1; got {p}.")
     return p
 
 
 class Stacked(RecurrentLayer):
     """Layers on top of each other: each reads the hidden sequence of the one below. Dropout falls between them.
 
-    `dropout` is a probability, or a module such as `VariationalDropout(0.3)`.
+    `dropout` is a probability, or a module such as `VariationalDropout(0.3)`. `engine`, if one is given, runs every
+    recurrence inside; the same holds wherever layers are put together.
     `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
 
     >>> Stacked([Elman(3, 5), LSTM(5, 4)], dropout=0.1)(torch.ones(7, 2, 3)).hidden.shape
     torch.Size([7, 2, 4])
     """
 
-    def __init__(self, layers: Sequence[RecurrentLayer | Step], dropout: float | nn.Module = 0.0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[RecurrentLayer | Step],
+        dropout: float | nn.Module = 0.0,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(layers, list | tuple):
-            raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); a {type(layers).__name__} came.")
+            raise TypeError(f"Stacked needs a list of layers: Stacked([a, b]); got a {type(layers).__name__}.")
         if not layers:
             raise ValueError("Stacked needs at least one layer.")
-        self.layers = nn.ModuleList(as_layer(layer) for layer in layers)
+        self.layers = nn.ModuleList(as_layer(layer, engine) for layer in layers)
         self.dropout = dropout if isinstance(dropout, nn.Module) else nn.Dropout(_probability(dropout))
 
     def forward(
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
     ) -> Unfolding:
         if state is not None and len(state) != len(self.layers):
-            raise ValueError(f"Stacked has {len(self.layers)} layers, so its state has as many; {len(state)} came.")
+            raise ValueError(
+                f"Stacked has {len(self.layers)} layers, so it needs {len(self.layers)} states; got {len(state)}."
+            )
         runs: list[Unfolding] = []
         for i, layer in enumerate(self.layers):
             if i > 0:
@@ -186,18 +257,24 @@ class Bidirectional(RecurrentLayer):
     torch.Size([7, 2, 9])
     """
 
-    def __init__(self, forwards: RecurrentLayer | Step, backwards: RecurrentLayer | Step) -> None:
+    def __init__(
+        self,
+        forwards: RecurrentLayer | Step,
+        backwards: RecurrentLayer | Step,
+        *,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__()
-        self.forwards = as_layer(forwards)
-        self.backwards = as_layer(backwards)
+        self.forwards = as_layer(forwards, engine)
+        self.backwards = as_layer(backwards, engine)
 
     def forward(
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
     ) -> Unfolding:
         if not isinstance(x, Tensor):
-            raise TypeError(f"Bidirectional reads an input x [τ, batch, n_in]; a {type(x).__name__} came.")
+            raise TypeError(f"Bidirectional reads an input x [τ, batch, n_in]; got a {type(x).__name__}.")
         if state is not None and len(state) != 2:
-            raise ValueError(f"Bidirectional needs a pair of states, forwards and backwards; {len(state)} came.")
+            raise ValueError(f"Bidirectional needs a pair of states, forwards and backwards; got {len(state)}.")
         first, second = (None, None) if state is None else state
         there = self.forwards(x, first, lengths)  # checks x and lengths
         back = self.backwards(_reverse(x, lengths), second, lengths)
@@ -244,14 +321,14 @@ def from_torch(module: _Torch, engine: Engine = Auto()) -> Stacked:
     True
     """
     if not isinstance(module, nn.RNN | nn.LSTM | nn.GRU):
-        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU; a {type(module).__name__} came.")
+        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU; got a {type(module).__name__}.")
     if module.proj_size:
         raise ValueError(f"from_torch cannot take proj_size={module.proj_size}: our LSTM has no projection of h.")
     layers: list[RecurrentLayer] = []
     for k in range(module.num_layers):
-        directions = [Recurrent(_cell_from(module, f"l{k}{suffix}"), engine) for suffix in _suffixes(module)]
+        directions = [Recurrent(_cell_from(module, f"l{k}{suffix}")) for suffix in _suffixes(module)]
         layers.append(Bidirectional(*directions) if module.bidirectional else directions[0])
-    return Stacked(layers, module.dropout).train(module.training)
+    return Stacked(layers, module.dropout, engine=engine).train(module.training)
 
 
 def _suffixes(module: _Torch) -> list[str]:
@@ -351,7 +428,7 @@ def _nonlinearity(cells: list[Any]) -> str:
     names = {torch.tanh: "tanh", torch.relu: "relu", F.relu: "relu", F.tanh: "tanh"}
     found = {names.get(cell.activation) for cell in cells}
     if len(found) != 1 or None in found:
-        raise ValueError("torch's nn.RNN has torch.tanh or torch.relu in all its layers; another activation came.")
+        raise ValueError("torch's nn.RNN has torch.tanh or torch.relu in all its layers; got another activation.")
     return str(found.pop())
 
 

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
-from loopfold.gradients import cells_of, core_of, short_names
-from loopfold.states import in_evaluation, leaves, name_of
+from loopfold.gradients import cells_of, core_of, gates_of, short_names
+from loopfold.states import in_evaluation, name_of
 from loopfold.stepgraph.aten import Product, aten
 from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
 from loopfold.stepgraph.trace import tensors_of, trace
-from loopfold.transitions import GRU, LSTM, LayerNormLSTM, initial_state
-
-GATES: dict[type[nn.Module], str] = {LSTM: "ifgo", LayerNormLSTM: "ifgo", GRU: "rzn"}
+from loopfold.transitions import example_inputs, initial_state
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ def eigenvalues(model: nn.Module) -> Eigenvalues:
     that meets the state, or what is computed from them, `"f(A)"` where that is no part of A. The step graph says
     which do, as they are in evaluation, without dropout. A step that cannot be traced is refused; the error says why.
 
-    >>> from loopfold import Elman, ScaledIdentity
+    >>> from loopfold import GRU, Elman, ScaledIdentity
     >>> eigenvalues(Elman(3, 5, recurrent_init=ScaledIdentity(0.5))).radius
     {'W': 0.5}
     >>> list(eigenvalues(GRU(3, 5)).values)
     ['W_r', 'W_z', 'W_n']
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"eigenvalues needs a transition or a model, a torch.nn.Module; a {type(model).__name__} came.")
+        raise TypeError(f"eigenvalues needs a transition or a model, a torch.nn.Module; got a {type(model).__name__}.")
     known = {id(t): _plain(name) for name, t in tensors_of(model).items()}
     short = short_names(known.values())
     values: dict[str, Tensor] = {}
@@ -64,8 +62,7 @@ def eigenvalues(model: nn.Module) -> Eigenvalues:
         for cell in map(core_of, cells_of(model) or [model]):
             own = tensors_of(cell)
             names = {name: short[known[id(t)]] for name, t in own.items()}
-            letters = next((gates for kind, gates in GATES.items() if isinstance(cell, kind)), "")
-            for name, W in _named(_recurrent_matrices(_graph(cell), own, names), letters):
+            for name, W in _named(_recurrent_matrices(_graph(cell), own, names), gates_of(cell)):
                 if not bool(W.isfinite().all()):
                     raise ValueError(f"{name} holds numbers that are not finite, so it has no eigenvalues.")
                 values[name] = torch.linalg.eigvals(W)
@@ -128,7 +125,7 @@ def _constants(graph: StepGraph, own: dict[str, Tensor]) -> dict[Node, Any]:
     return found
 
 
-def _named(matrices: list[_Matrix], letters: str) -> Iterator[tuple[str, Tensor]]:
+def _named(matrices: list[_Matrix], letters: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     """Each square matrix under a name of its own: gates have letters or numbers, parts of the state their names."""
     by_source: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for matrix in matrices:
@@ -221,18 +218,9 @@ def _formulas(graph: StepGraph) -> dict[Node, int]:
 
 def _graph(cell: nn.Module) -> StepGraph:
     """The step graph, with the first kind of input that the step takes."""
-    for x0 in _possible_inputs(cell):
-        arguments = () if x0 is None else (x0,)
+    for x in example_inputs(cell):
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                state = initial_state(cell, 1, x0)
-                new = cell.forward(state, *arguments)  # not the cell itself: its hooks are no part of the trial
-            if [leaf.shape for leaf in leaves(new)] != [leaf.shape for leaf in leaves(state)]:
-                continue
-        except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):  # not with this input
-            continue
-        try:
-            return trace(cell, x0, state)
+            return trace(cell, x, initial_state(cell, 1, x))
         except Refusal as reason:
             raise ValueError(
                 f"which matrices multiply the state of {name_of(cell)} is not known, since it cannot be traced: "
@@ -249,15 +237,3 @@ def _advice(reason: str) -> str:
     if "hooks" in reason:
         return "Take them off first: handle.remove()."
     return "Give eigenvalues a step without that, or torch.linalg.eigvals the matrix itself."
-
-
-def _possible_inputs(cell: nn.Module) -> Iterator[Tensor | None]:
-    tensors = [*cell.parameters(), *cell.buffers()]
-    like = next((t.detach() for t in tensors if t.is_floating_point()), torch.zeros(()))
-    sizes = {size for t in tensors for size in t.shape}
-    widths = {*sizes, *(a - b for a in sizes for b in sizes if a > b)}  # a matrix may read h and x side by side
-    known = getattr(cell, "input_size", None)
-    for width in sorted(widths) if known is None else [known]:
-        yield like.new_zeros(1, width)
-    yield torch.zeros(1, dtype=torch.long, device=like.device)
-    yield None

@@ -4,11 +4,12 @@ A state is a tensor `[batch, n]`, or a tuple or NamedTuple of tensors whose firs
 """
 
 import inspect
-import itertools
 import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def name_of(f: Step) -> str:
 
 @contextmanager
 def in_evaluation(f: Step) -> Iterator[None]:
-    """While open, every module of `f` is as it is when used, not trained; then each is as it was before."""
+    """Inside it, every module of `f` is in evaluation mode; afterwards each is as it was before."""
     modes = {part: part.training for part in f.modules()} if isinstance(f, nn.Module) else {}
     for part in modes:
         part.training = False
@@ -106,7 +107,7 @@ def in_evaluation(f: Step) -> Iterator[None]:
 def whole_number(owner: str, name: str, number: int) -> int:
     """`number`, if it is a whole number of at least 1; `owner` and `name` say in the error what it was for."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{owner} needs {name} as a whole number of at least 1; {number!r} came.")
+        raise ValueError(f"{owner} needs {name} as a whole number of at least 1; got {number!r}.")
     return number
 
 
@@ -122,61 +123,108 @@ def zero_state(f: Step, batch: int, x: Tensor | None = None) -> State:
     key = (None if x is None else x.shape[1:], None if x is None else x.dtype)
     found = _known_states.setdefault(f, {}) if isinstance(f, nn.Module) else {}
     if key not in found:
-        found[key] = _search_state(f, x)
+        found[key] = _one_state(f, x)
     like = _a_tensor_of(f, x)
     return map_state(lambda leaf: like.new_zeros(batch, *leaf.shape[1:]), found[key])
 
 
 _known_states: weakref.WeakKeyDictionary[nn.Module, dict[Any, State]] = weakref.WeakKeyDictionary()
-_TRIAL_BATCH = 7  # odd enough that `h, c = state` fails on a plain tensor
+
+
+def _one_state(f: Step, x: Tensor | None) -> State:
+    fits, error = fitting(f, x)
+    plainest = min((fit.structure for fit in fits), default=0)
+    states = {fit.size: fit.state for fit in fits if fit.structure == plainest}
+    if len(states) == 1:
+        return next(iter(states.values()))
+    if states:
+        raise ValueError(
+            f"{name_of(f)} accepts states of several sizes ({', '.join(map(str, sorted(states)))}), so zeros cannot be "
+            f"chosen for it. Pass state=..., or define initial_state(self, batch) on it."
+        )
+    raise ValueError(
+        f"no zero state was found for {name_of(f)}: no size among {sorted(_sizes(f, x))} is mapped onto itself. "
+        f"Pass state=..., or define initial_state(self, batch) on it."
+        + (f" The first trial failed with: {error}" if error else "")
+    ) from error
+
+
+# ------------------------------------------------------------------ what a step can be given
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An input and a state that a step maps onto a state of the same sizes."""
+
+    x: Tensor | None  # [TRIAL_BATCH, …]; None for a step without input
+    state: State  # as the step returned it, which may be a NamedTuple
+    size: int  # n of its tensors; 0 for a state that was given
+    structure: int  # 0 is the first structure tried
+
+
+TRIAL_BATCH = 7  # odd enough that nothing fits by chance: `h, c = state` fails on a plain tensor
+
+
+def fitting(
+    f: Step, x: Tensor | None = None, start: Callable[[int], State] | None = None
+) -> tuple[list[Fit], Exception | None]:
+    """What `f` can be given, among zeros of the sizes that its parameters suggest; and what the first trial raised.
+
+    `x [batch, …]` is an input, and `start(batch)` a state, where they are known. For each input, only the first
+    structure of a state that fits counts.
+    """
+    like = _a_tensor_of(f, x)
+    inputs = _possible_inputs(f, like) if x is None else [x.new_zeros(TRIAL_BATCH, *x.shape[1:])]
+    found: list[Fit] = []
+    first: Exception | None = None
+    for given in inputs:
+        zeros = {n: like.new_zeros(TRIAL_BATCH, n) for n in sorted(_sizes(f, given))}
+        groups = [{n: partial(build, leaf) for n, leaf in zeros.items()} for build in _possible_structures(f)]
+        for structure, group in enumerate([{0: partial(start, TRIAL_BATCH)}] if start else groups):
+            fits = []
+            for n, make in group.items():
+                try:
+                    state, new = _trial(f, make, given)
+                    if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
+                        fits.append(Fit(given, new, n, structure))
+                except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+                    first = first or error
+            found += fits
+            if fits:
+                break
+    return found, first
+
+
+def _trial(f: Step, make: Callable[[], State], x: Tensor | None) -> tuple[State, State]:
+    """The state before a step, and after it."""
+    step = f.forward if isinstance(f, nn.Module) else f  # not f itself: hooks on a module are no part of the trial
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
+        state = make()
+        return state, step(state) if x is None else step(state, x)
+
+
+def _tensors_of(f: Step) -> list[Tensor]:
+    return [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
 
 
 def _a_tensor_of(f: Step, x: Tensor | None) -> Tensor:
     """A tensor whose dtype and device the state takes over."""
-    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
-    floating = [t for t in (*tensors, x) if t is not None and t.is_floating_point()]
+    floating = [t.detach() for t in (*_tensors_of(f), x) if t is not None and t.is_floating_point()]
     return floating[0] if floating else torch.zeros(())
 
 
-def _search_state(f: Step, x: Tensor | None) -> State:
-    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
-    sizes = sorted({size for t in tensors for size in t.shape} | (set(x.shape[1:]) if x is not None else set()))
-    like = _a_tensor_of(f, x)
-    if x is not None:
-        inputs: list[tuple[Tensor, ...]] = [(x.new_zeros(_TRIAL_BATCH, *x.shape[1:]),)]
-    else:
-        known = getattr(f, "input_size", None)
-        differences = {a - b for a in sizes for b in sizes if a > b}  # a matrix may read h and x side by side
-        widths = sorted({*sizes, *differences}) if known is None else [known]
-        vectors = [like.new_zeros(_TRIAL_BATCH, m) for m in widths]
-        classes = torch.zeros(_TRIAL_BATCH, dtype=torch.long, device=like.device)
-        inputs = [(), *((vector,) for vector in vectors), (classes,)]
+def _sizes(f: Step, x: Tensor | None) -> set[int]:
+    return {size for t in _tensors_of(f) for size in t.shape} | (set() if x is None else set(x.shape[1:]))
 
-    step = f.forward if isinstance(f, nn.Module) else f  # not f itself: hooks on a module are no part of the trial
-    error: Exception | None = None
-    for structure in _possible_structures(f):
-        fits = {}
-        for n, arguments in itertools.product(sizes, inputs):
-            state = structure(like.new_zeros(_TRIAL_BATCH, n))
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
-                    new = step(state, *arguments)
-                if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
-                    fits[n] = new  # in the structure that f returns, which may be a NamedTuple
-            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as reason:
-                error = error or reason  # the first is of the plainest state
-        if len(fits) == 1:
-            return next(iter(fits.values()))
-        if fits:
-            raise ValueError(
-                f"{name_of(f)} accepts states of several sizes ({', '.join(map(str, fits))}), so zeros cannot be "
-                f"chosen for it. Pass state=..., or define initial_state(self, batch) on it."
-            )
-    raise ValueError(
-        f"no zero state was found for {name_of(f)}: no size among {sizes} is mapped onto itself. "
-        f"Pass state=..., or define initial_state(self, batch) on it."
-        + (f" The first trial failed with: {error}" if error else "")
-    ) from error
+
+def _possible_inputs(f: Step, like: Tensor) -> list[Tensor | None]:
+    """Vectors of the sizes that may be read, a class, and no input at all."""
+    known = getattr(f, "input_size", None)
+    sizes = _sizes(f, None)
+    differences = {a - b for a in sizes for b in sizes if a > b}  # a matrix may read h and x side by side
+    widths = [known] if isinstance(known, int) else sorted(sizes | differences)
+    classes = torch.zeros(TRIAL_BATCH, dtype=torch.long, device=like.device)
+    return [*(like.new_zeros(TRIAL_BATCH, m) for m in widths), classes, None]
 
 
 def _possible_structures(f: Step) -> list[Callable[[Tensor], State]]:

@@ -1,16 +1,18 @@
 """Transitions: one step of a recurrent network, `state = f(state, x)`. Nothing here knows of time."""
 
+import inspect
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.states import State, Step, name_of, whole_number, zero_state
+from loopfold.states import State, Step, fitting, name_of, whole_number, zero_state
 
 # ------------------------------------------------------------------ how W starts
 
@@ -31,7 +33,7 @@ class Orthogonal:
     gain: float = 1.0
 
     def __call__(self, W: Tensor, generator: torch.Generator | None = None) -> None:
-        wide = W.detach().to(torch.promote_types(W.dtype, torch.float32))  # QR knows no half precision
+        wide = W.detach().to(torch.promote_types(W.dtype, torch.float32))  # there is no QR in half precision
         W.detach().copy_(nn.init.orthogonal_(wide, self.gain, generator=generator))
 
 
@@ -69,6 +71,7 @@ class Transition(nn.Module, ABC):
     """
 
     input_size: int | None = None  # where a transition sets it, sizes of x are checked before the first step
+    gate_names: ClassVar[tuple[str, ...]] = ()  # of the blocks of rows of W, from the top; () is a cell without gates
 
     @abstractmethod
     def forward(self, *args: Any) -> State:
@@ -93,7 +96,7 @@ class Embedded(Transition):
     def __init__(self, cell: nn.Module, embedding: nn.Embedding) -> None:
         super().__init__()
         if not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"Embedded needs an nn.Embedding(tokens, size); a {type(embedding).__name__} came.")
+            raise TypeError(f"Embedded needs an nn.Embedding(tokens, size); got a {type(embedding).__name__}.")
         self.embedding = embedding
         self.cell = cell
 
@@ -106,13 +109,106 @@ class Embedded(Transition):
 
 def initial_state(f: Step, batch: int, x: Tensor | None = None) -> State:
     """What `f` says of its own, or zeros of the size that it maps onto itself; `x [batch, …]` helps to find that."""
-    own = getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
-    if own is None or (isinstance(f, Transition) and type(f).initial_state is Transition.initial_state):
-        return zero_state(f, batch, x)
-    return own(batch)
+    own = _own_start(f)
+    return zero_state(f, batch, x) if own is None else own(batch)
 
 
-class Elman(Transition):
+def _own_start(f: Step) -> Callable[[int], State] | None:
+    is_zeros = isinstance(f, Transition) and type(f).initial_state is Transition.initial_state
+    return None if is_zeros else getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
+
+
+def one_number(batch: int) -> Tensor:
+    """The state of a function that takes any size."""
+    return torch.zeros(batch, 1)
+
+
+def example_inputs(f: Step) -> list[Tensor | None]:
+    """Every `x [1, …]` that `f` takes a step on, found by trying; None where it takes one without.
+
+    >>> [None if x is None else tuple(x.shape) for x in example_inputs(Elman(3, 5))]
+    [(1, 3)]
+    """
+    if isinstance(f, nn.Module):
+        fits, _ = fitting(f, start=_own_start(f))
+    else:  # a function takes any size, so one number
+        fits = fitting(f, torch.zeros(1, 1), one_number)[0] or fitting(f, start=one_number)[0]
+    inputs = {id(fit.x): fit.x for fit in fits}
+    sizes = {key: {fit.size for fit in fits if id(fit.x) == key} for key in inputs}
+    return [x if x is None else x[:1] for key, x in inputs.items() if len(sizes[key]) == 1]  # one state goes with it
+
+
+# ------------------------------------------------------------------ the cells of the field
+
+
+class CellOptions(TypedDict, total=False):
+    """The options that every cell of ours takes."""
+
+    recurrent_init: Initialiser
+    generator: torch.Generator | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Cell(Transition):
+    """A transition with `U [k·n, n_in]`, `W [k·n, n]` and `b [k·n]`, one block of rows for each of its k gates.
+
+    A cell of this kind is its `gate_names` and its equations, `forward`; see `CELLS` for its name on the command line.
+    """
+
+    state_type: ClassVar[type[Any] | None] = None  # a NamedTuple of tensors [batch, n]; None is one such tensor
+    shown: ClassVar[tuple[str, ...]] = ()  # functions among the attributes that `print` shows
+
+    def __init_subclass__(cls) -> None:
+        """Where a cell takes `**options: Unpack[CellOptions]`, `help` shows each of them by name."""
+        super().__init_subclass__()
+        init: Any = vars(cls).get("__init__")
+        own = [] if init is None else [*inspect.signature(init).parameters.values()]
+        if own and own[-1].annotation == Unpack[CellOptions]:
+            shared = [p for p in inspect.signature(Cell).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            init.__signature__ = inspect.Signature([*own[:-1], *shared], return_annotation=None)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        recurrent_init: Initialiser = Uniform(),
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        n_in = self.input_size = whole_number(name_of(self), "input_size", input_size)
+        n = self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
+        if not callable(recurrent_init):
+            raise TypeError(f"recurrent_init must be an object such as lf.Orthogonal(); got {recurrent_init!r}.")
+        rows = n * max(1, len(self.gate_names))
+        self.U = nn.Parameter(torch.empty(rows, n_in, device=device, dtype=dtype))
+        self.W = nn.Parameter(torch.empty(rows, n, device=device, dtype=dtype))
+        self.b = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+        bound = 1 / math.sqrt(n)
+        nn.init.uniform_(self.U, -bound, bound, generator=generator)
+        nn.init.uniform_(self.b, -bound, bound, generator=generator)
+        for block in self.W.detach().split(n):
+            recurrent_init(block, generator)
+
+    def initial_state(self, batch: int) -> State:
+        zeros = self.W.new_zeros(batch, self.hidden_size)
+        return zeros if self.state_type is None else self.state_type(*[zeros] * len(self.state_type._fields))
+
+    def start_gate(self, gate: str, bias: float | None) -> None:
+        """Start one gate's part of `b` at a value; None leaves it as it is."""
+        if bias is not None:
+            self.b.detach().split(self.hidden_size)[self.gate_names.index(gate)].fill_(bias)
+
+    def extra_repr(self) -> str:
+        names = {key: getattr(getattr(self, key), "__name__", None) for key in self.shown}  # a module shows itself
+        more = [f"{key}={name}" for key, name in names.items() if name]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *more])
+
+
+class Elman(Cell):
     """The network of book Fig. 10.3: `a = b + W h + U x`, `h = φ(a)`.
 
     Parameters `U [n, n_in]`, `W [n, n]`, `b [n]`; `activation` is φ, tanh by default.
@@ -122,33 +218,21 @@ class Elman(Transition):
     torch.Size([2, 5])
     """
 
+    shown = ("activation",)
+
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
         activation: Callable[[Tensor], Tensor] = torch.tanh,
-        *,
-        recurrent_init: Initialiser = Uniform(),
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[CellOptions],
     ) -> None:
-        super().__init__()
-        self.input_size = whole_number(name_of(self), "input_size", input_size)
-        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
+        super().__init__(input_size, hidden_size, **options)
         self.activation = activation
-        self.U, self.W, self.b = _gates(1, input_size, hidden_size, recurrent_init, generator, device, dtype)
-
-    def initial_state(self, batch: int) -> Tensor:
-        return self.W.new_zeros(batch, self.hidden_size)
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         a = self.b + h @ self.W.T + x @ self.U.T  # book (10.8)
         return self.activation(a)  # book (10.9)
-
-    def extra_repr(self) -> str:
-        name = getattr(self.activation, "__name__", None)  # a module shows itself
-        return f"{self.input_size}, {self.hidden_size}" + (f", activation={name}" if name else "")
 
 
 class LSTMState(NamedTuple):
@@ -156,7 +240,7 @@ class LSTMState(NamedTuple):
     c: Tensor
 
 
-class LSTM(Transition):
+class LSTM(Cell):
     """Long short-term memory, as `torch.nn.LSTM`: `c = σ(f) c + σ(i) tanh(g)`, `h = σ(o) tanh(c)`.
 
     Parameters `U [4n, n_in]`, `W [4n, n]`, `b [4n]`, gates in torch's order i, f, g, o. torch keeps two biases
@@ -167,26 +251,14 @@ class LSTM(Transition):
     torch.Size([2, 5])
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        forget_bias: float | None = None,
-        recurrent_init: Initialiser = Uniform(),
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.input_size = whole_number(name_of(self), "input_size", input_size)
-        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
-        self.U, self.W, self.b = _gates(4, input_size, hidden_size, recurrent_init, generator, device, dtype)
-        _start_gate(self.b, 1, 4, forget_bias)  # of i, f, g, o
+    gate_names = ("i", "f", "g", "o")
+    state_type = LSTMState
 
-    def initial_state(self, batch: int) -> LSTMState:
-        zeros = self.W.new_zeros(batch, self.hidden_size)
-        return LSTMState(zeros, zeros)
+    def __init__(
+        self, input_size: int, hidden_size: int, *, forget_bias: float | None = None, **options: Unpack[CellOptions]
+    ) -> None:
+        super().__init__(input_size, hidden_size, **options)
+        self.start_gate("f", forget_bias)
 
     def forward(self, state: LSTMState, x: Tensor) -> LSTMState:
         h, c = state
@@ -195,11 +267,8 @@ class LSTM(Transition):
         h = torch.sigmoid(o) * torch.tanh(c)
         return LSTMState(h, c)
 
-    def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.hidden_size}"
 
-
-class LayerNormLSTM(Transition):
+class LayerNormLSTM(Cell):
     """LSTM with layer normalisation (Ba, Kiros and Hinton, 2016, eqs. 20 to 22).
 
     `i, f, g, o = LN(W h; γ_h) + LN(U x; γ_x) + b`, `c = σ(f) c + σ(i) tanh(g)`, `h = σ(o) tanh(LN(c; γ_c, β_c))`.
@@ -209,31 +278,19 @@ class LayerNormLSTM(Transition):
     torch.Size([2, 5])
     """
 
+    gate_names = ("i", "f", "g", "o")
+    state_type = LSTMState
+
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        forget_bias: float | None = None,
-        recurrent_init: Initialiser = Uniform(),
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, input_size: int, hidden_size: int, *, forget_bias: float | None = None, **options: Unpack[CellOptions]
     ) -> None:
-        super().__init__()
-        self.input_size = whole_number(name_of(self), "input_size", input_size)
-        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
-        self.U, self.W, self.b = _gates(4, input_size, hidden_size, recurrent_init, generator, device, dtype)
-        _start_gate(self.b, 1, 4, forget_bias)  # of i, f, g, o
+        super().__init__(input_size, hidden_size, **options)
+        self.start_gate("f", forget_bias)
         n = self.hidden_size
         self.gamma_h = nn.Parameter(self.W.new_ones(4 * n))
         self.gamma_x = nn.Parameter(self.W.new_ones(4 * n))
         self.gamma_c = nn.Parameter(self.W.new_ones(n))
         self.beta_c = nn.Parameter(self.W.new_zeros(n))
-
-    def initial_state(self, batch: int) -> LSTMState:
-        zeros = self.W.new_zeros(batch, self.hidden_size)
-        return LSTMState(zeros, zeros)
 
     def forward(self, state: LSTMState, x: Tensor) -> LSTMState:
         h, c = state
@@ -245,11 +302,8 @@ class LayerNormLSTM(Transition):
         h = torch.sigmoid(o) * torch.tanh(F.layer_norm(c, (n,), self.gamma_c, self.beta_c))
         return LSTMState(h, c)
 
-    def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.hidden_size}"
 
-
-class GRU(Transition):
+class GRU(Cell):
     """Gated recurrent unit, as `torch.nn.GRU`: `h = (1 - z) ñ + z h`, `ñ = tanh(b_n + U_n x + r (W_n h + b_hn))`.
 
     Parameters `U [3n, n_in]`, `W [3n, n]`, `b [3n]`, gates in torch's order r, z, n; and `b_hn [n]`, the bias that
@@ -260,28 +314,16 @@ class GRU(Transition):
     torch.Size([2, 5])
     """
 
+    gate_names = ("r", "z", "n")
+
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        update_bias: float | None = None,
-        recurrent_init: Initialiser = Uniform(),
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, input_size: int, hidden_size: int, *, update_bias: float | None = None, **options: Unpack[CellOptions]
     ) -> None:
-        super().__init__()
-        self.input_size = whole_number(name_of(self), "input_size", input_size)
-        self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
-        self.U, self.W, self.b = _gates(3, input_size, hidden_size, recurrent_init, generator, device, dtype)
+        super().__init__(input_size, hidden_size, **options)
         self.b_hn = nn.Parameter(self.b.new_zeros(self.hidden_size))
         bound = 1 / math.sqrt(self.hidden_size)
-        nn.init.uniform_(self.b_hn, -bound, bound, generator=generator)
-        _start_gate(self.b, 1, 3, update_bias)  # of r, z, n
-
-    def initial_state(self, batch: int) -> Tensor:
-        return self.W.new_zeros(batch, self.hidden_size)
+        nn.init.uniform_(self.b_hn, -bound, bound, generator=options.get("generator"))
+        self.start_gate("z", update_bias)
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         x_r, x_z, x_n = (self.b + x @ self.U.T).chunk(3, -1)
@@ -291,34 +333,27 @@ class GRU(Transition):
         n = torch.tanh(x_n + r * (h_n + self.b_hn))
         return (1 - z) * n + z * h
 
-    def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.hidden_size}"
+
+class MGU(Cell):
+    """Minimal gated unit (Zhou et al., 2016), a GRU whose one gate both resets and updates: `h = (1 - f) h + f ñ`.
+
+    Parameters `U [2n, n_in]`, `W [2n, n]`, `b [2n]`, first those of the gate f, then those of the candidate ñ.
+
+    >>> MGU(3, 5)(torch.zeros(2, 5), torch.ones(2, 3)).shape
+    torch.Size([2, 5])
+    """
+
+    gate_names = ("f", "n")
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        W_f, W_n = self.W.chunk(2)
+        x_f, x_n = (self.b + x @ self.U.T).chunk(2, -1)
+        f = torch.sigmoid(x_f + h @ W_f.T)
+        n = torch.tanh(x_n + (f * h) @ W_n.T)
+        return (1 - f) * h + f * n
 
 
-def _gates(
-    gates: int,
-    n_in: int,
-    n: int,
-    recurrent_init: Initialiser,
-    generator: torch.Generator | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    """U, W and b for a number of gates stacked along the rows; every gate's own W is initialised by itself."""
-    if not callable(recurrent_init):
-        raise TypeError(f"recurrent_init must be an object such as lf.Orthogonal(); {recurrent_init!r} came.")
-    U = nn.Parameter(torch.empty(gates * n, n_in, device=device, dtype=dtype))
-    W = nn.Parameter(torch.empty(gates * n, n, device=device, dtype=dtype))
-    b = nn.Parameter(torch.empty(gates * n, device=device, dtype=dtype))
-    bound = 1 / math.sqrt(n)
-    nn.init.uniform_(U, -bound, bound, generator=generator)
-    nn.init.uniform_(b, -bound, bound, generator=generator)
-    for gate in W.detach().split(n):
-        recurrent_init(gate, generator)
-    return U, W, b
-
-
-def _start_gate(b: Tensor, gate: int, gates: int, value: float | None) -> None:
-    """Start one gate's part of the bias at a value."""
-    if value is not None:
-        b.detach().chunk(gates)[gate].fill_(value)
+# The cells above by the names that the command line and run folders give them: LayerNormLSTM is "layernorm-lstm".
+CELLS: dict[str, type[Cell]] = {
+    re.sub(r"(?<=[a-z])(?=[A-Z]{2})", "-", kind.__name__).lower(): kind for kind in Cell.__subclasses__()
+}

@@ -85,7 +85,7 @@ def unfold(
     [[2.0], [4.0], [8.0]]
     """
     if not isinstance(engine, Engine):
-        raise TypeError(f"engine must be an object such as lf.Sequential(); {engine!r} came.")
+        raise TypeError(f"engine must be an object such as lf.Sequential(); got {engine!r}.")
     recurrence = checked(f, x, state, lengths, steps)
     reason = engine.refusal(recurrence)
     if reason is not None:
@@ -95,7 +95,7 @@ def unfold(
     return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
 
 
-# ------------------------------------------------------------------ checks: what came, what was needed, what to type
+# ------------------------------------------------------------------ checks: what it got, what it expected, what to type
 
 
 def checked(
@@ -105,7 +105,7 @@ def checked(
     if isinstance(f, type):
         raise TypeError(f"unfold needs a step, not its class: type {f.__name__}(...) with its sizes.")
     if not callable(f):
-        raise TypeError(f"unfold needs a step f(state, x) -> state; a {type(f).__name__} came.")
+        raise TypeError(f"unfold needs a step f(state, x) -> state; got a {type(f).__name__}.")
     if x is not None:
         check_order(f)
     if x is None:
@@ -162,9 +162,9 @@ def _arguments(function: Callable[..., object]) -> tuple[str, ...]:
 def check_steps(tau: int) -> None:
     """That there is at least one step."""
     if not isinstance(tau, int) or isinstance(tau, bool):
-        raise TypeError(f"steps must be a whole number; {tau!r} came.")
+        raise TypeError(f"steps must be a whole number; got {tau!r}.")
     if tau < 1:
-        raise ValueError(f"a sequence needs at least one step; τ = {tau} came.")
+        raise ValueError(f"a sequence needs at least one step; got τ = {tau}.")
 
 
 def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None) -> None:
@@ -172,7 +172,7 @@ def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None
     if not isinstance(x, Tensor):
         if isinstance(x, nn.utils.rnn.PackedSequence):
             raise TypeError("x is a PackedSequence. Type x, n = pad_packed_sequence(x), and pass lengths=n.")
-        raise TypeError(f"x must be a tensor [τ, batch, n_in]; a {type(x).__name__} came. Type torch.as_tensor(x).")
+        raise TypeError(f"x must be a tensor [τ, batch, n_in]; got a {type(x).__name__}. Type torch.as_tensor(x).")
     if x.dim() < 2 or (size is not None and x.dim() != 3):
         one = " For one sequence, type x.unsqueeze(1)." if x.dim() == 2 else ""
         if one and not x.is_floating_point():
@@ -241,16 +241,16 @@ def check_lengths(lengths: Tensor | list[int], tau: int, batch: int) -> Tensor:
     try:
         lengths = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"lengths must be whole numbers, one for each sequence; {lengths!r} came.") from error
+        raise TypeError(f"lengths must be whole numbers, one for each sequence; got {lengths!r}.") from error
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise TypeError(f"lengths must be whole numbers; {lengths.dtype} came. Type lengths.long().")
+        raise TypeError(f"lengths must be whole numbers; got {lengths.dtype}. Type lengths.long().")
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {tuple(lengths.shape)}; the batch has {batch}, so it must be ({batch},).")
     if int(lengths.min()) < 1 or int(lengths.max()) > tau:
         raise ValueError(
             f"lengths run from {int(lengths.min())} to {int(lengths.max())}; each must be from 1 to τ = {tau}."
         )
-    return lengths.long().clone()  # whoever changes his own afterwards must not change ours
+    return lengths.long().clone()  # a copy, since the caller may change theirs later
 
 
 def check_nan(x: Tensor, lengths: Tensor | None) -> None:
@@ -258,7 +258,7 @@ def check_nan(x: Tensor, lengths: Tensor | None) -> None:
     if x.device.type != "cpu" or not x.is_floating_point() or torch.compiler.is_compiling():
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or not bool(x.detach().sum().isnan()):
-        return  # under vmap no value can be looked at
+        return  # values cannot be read under vmap
     bad = x.detach().isnan().flatten(2).any(2) if x.dim() > 2 else x.detach().isnan()  # [τ, batch]
     if lengths is not None:
         bad = bad & (torch.arange(x.shape[0])[:, None] < lengths.to(x.device))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 SIZES, SIGNED = "viridis", "RdBu_r"  # colours of how much there is, and of values about 0
-DECADES = 6  # a scale of sizes reaches so far below and above what is typical: what vanished is dark, and that is all
+DECADES = 6  # how far a scale of sizes reaches below and above what is typical; what vanished is simply dark
 EXTREMES = 1e-250, 1e250  # a float holds little more, and axes need room at their ends
 
 # ------------------------------------------------------------------ gradients
@@ -94,7 +94,7 @@ def _reach(axes: "Axes", reach: Tensor, limits: tuple[float, float]) -> None:
 def step_gradients(norms: Mapping[str, Tensor]) -> Drawing:
     """‖∇W(t)‖, a row for each parameter, by its name, and a column for each step; rows may be of unequal length."""
     if not norms:
-        raise ValueError("step_gradients needs the norms of at least one parameter; none came.")
+        raise ValueError("step_gradients needs the norms of at least one parameter; got none.")
     rows = {name: row.detach().double().cpu().flatten() for name, row in norms.items()}
     steps = max(map(len, rows.values()))
     data = torch.zeros(len(rows), steps, dtype=torch.float64)
@@ -121,9 +121,9 @@ def step_gradients(norms: Mapping[str, Tensor]) -> Drawing:
 def eigenvalues(values: Mapping[str, Tensor]) -> Drawing:
     """Eigenvalues on the complex plane beside the unit circle, a panel for each matrix; ρ is the largest modulus."""
     if not values:
-        raise ValueError("eigenvalues needs those of at least one matrix; none came.")
+        raise ValueError("eigenvalues needs those of at least one matrix; got none.")
     radii = {name: float(v.abs().max()) for name, v in values.items()}
-    columns = min(len(values), min((4, 3), key=lambda width: -len(values) % width))  # as few gaps as can be
+    columns = min(len(values), min((4, 3), key=lambda width: -len(values) % width))  # with as few gaps as possible
     rows = math.ceil(len(values) / columns)
     size = 2.6 if columns > 1 else 3.6
     between = "\n" if columns > 1 and max(map(len, values)) > 8 else ",  "  # a long name has a line of its own
@@ -180,12 +180,12 @@ def hidden_states(
     values = values.detach().double().cpu()
     tau, n = values.shape
     if len(pieces) != tau or not tau:
-        raise ValueError(f"hidden_states needs a piece of text for each state; {len(pieces)} for {tau} came.")
+        raise ValueError(f"hidden_states needs a piece of text for each state; got {len(pieces)} for {tau}.")
     units = varied_units(values) if units is None else list(units)
     if wrong := [unit for unit in units if not 0 <= unit < n]:
         raise ValueError(f"there is no unit {wrong[0]}: the state has {n}, from 0 to {n - 1}.")
     if not units:
-        raise ValueError("hidden_states needs at least one unit to draw; none came.")
+        raise ValueError("hidden_states needs at least one unit to draw; got none.")
     shown = [visible(piece) for piece in pieces]
     several = max(len(piece) for piece in pieces) > 1  # words or subwords, which are written upwards
     if several:
@@ -243,7 +243,7 @@ def learning_curves(
     kept = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
     kept = {name: points for name, points in kept.items() if points}
     if not kept:
-        raise ValueError("learning_curves needs at least one point (step, nats); none came.")
+        raise ValueError("learning_curves needs at least one point (step, nats); got none.")
     lines = {name: y for name, y in (baselines or {}).items() if math.isfinite(y)}
     height = max(4.2, 1.2 + 0.2 * (len(kept) + len(lines)))
     figure = new_figure(8.2, height)
@@ -336,7 +336,7 @@ def _heat(axes: "Axes", data: Tensor, there: Tensor, typical: float, first: int)
 
 
 def _scale(values: Tensor, typical: float) -> "LogNorm":
-    """A log scale over the values, but no further than so many decades from the typical one."""
+    """A log scale over the values, but at most `DECADES` decades from the typical one."""
     from matplotlib.colors import LogNorm
 
     seen = values[values.isfinite() & (values > 0)]

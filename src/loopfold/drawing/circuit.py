@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from loopfold.drawing.notation import operation_symbol, parameter_symbols
+from loopfold.patterns import When
 from loopfold.stepgraph.aten import aten
 from loopfold.stepgraph.graph import Node, StepGraph
 from loopfold.stepgraph.hoist import apply, needed_for
@@ -33,14 +34,6 @@ class Role(Enum):
     LOSS = "loss"
     TARGET = "target"
     OPERATION = "operation"
-
-
-class When(Enum):
-    """At which steps a variable is there."""
-
-    EVERY = "at every step"
-    LAST = "after the last step"
-    ONCE = "once for all steps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +91,7 @@ class Port:
 
     sources: tuple[Source, ...]
     combine: Callable[[Values, int], Tensor] = lambda values, batch: values[0]
-    edge: dict[str, Any] = field(default_factory=dict)  # what else there is to say of its edges
+    edge: dict[str, Any] = field(default_factory=dict)  # other attributes of its edges
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
-from loopfold.drawing.circuit import Level, Role, Variable, When
+from loopfold.drawing.circuit import Level, Role, Variable
 from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
+from loopfold.drawing.networks import wiring_of
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.feeding import Feeding
-from loopfold.patterns import Autoencoder
+from loopfold.patterns import When
 from loopfold.states import whole_number
 
 
@@ -48,15 +49,16 @@ def draw(
         raise ValueError("targets are needed for the size of gradients alone: type gradients=True, or leave y out.")
     for name, data in (("x", x), ("y", y)):
         if data is not None and not isinstance(data, Tensor):
-            raise TypeError(f"{name} must be a tensor; a {type(data).__name__} came. Type torch.as_tensor({name}).")
+            raise TypeError(f"{name} must be a tensor; got a {type(data).__name__}. Type torch.as_tensor({name}).")
     circuit = circuit_of(model, level, feeding, x)
     if steps is None:
         return paint(circuit_scene(circuit))
     unfolded = Unfolded(circuit, steps)
     if isinstance(steps, tuple) and len(steps) != 1 + max(variable.phase for variable in circuit.variables):
         raise ValueError(f"steps={steps} is for an encoder and its decoder; {circuit.name} needs one number.")
-    if gradients and isinstance(model, Autoencoder) and x is not None and y is None:
-        y = model.targets(x)
+    targets = wiring.targets if (wiring := wiring_of(model)) else None
+    if gradients and targets is not None and x is not None and y is None:
+        y = targets(x)
     if gradients and x is not None and y is None and any(v.role is Role.TARGET for v in circuit.variables):
         raise ValueError("the size of gradients needs both: give the targets y=… beside the inputs x=….")
     if y is None:
@@ -71,8 +73,8 @@ def sizes(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> Gradients:
     try:
         return unfolded.gradients(given, batch)
     except (RuntimeError, IndexError) as error:
-        came = ", ".join(f"{variable.label} {tuple(data.shape)}" for variable, data in given.items())
-        raise ValueError(f"{unfolded.circuit.name} cannot be run on these data ({came}): {error}") from error
+        got = ", ".join(f"{variable.label} {tuple(data.shape)}" for variable, data in given.items())
+        raise ValueError(f"{unfolded.circuit.name} cannot be run on these data ({got}): {error}") from error
 
 
 def _level(level: Level | str) -> Level:
@@ -81,7 +83,7 @@ def _level(level: Level | str) -> Level:
         return Level(level)
     except ValueError:
         choices = " or ".join(f"lf.Level.{known.name} ({known.value!r})" for known in Level)
-        raise ValueError(f"level is {choices}; {level!r} came.") from None
+        raise ValueError(f"level is {choices}; got {level!r}.") from None
 
 
 def data_of(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> dict[Variable, Tensor]:
@@ -117,7 +119,7 @@ def _fitted(name: str, data: Tensor, variable: Variable, unfolded: Unfolded) -> 
         raise ValueError(f"{name} has shape {tuple(data.shape)}; it must be {shape}.")
     if variable.when is When.EVERY and data.shape[0] != unfolded.tau(variable):
         raise ValueError(
-            f"{name} has {data.shape[0]} steps and {unfolded.tau(variable)} are to be drawn: give as many. "
+            f"{name} has {data.shape[0]} steps; expected {unfolded.tau(variable)}, as many as are drawn. "
             f"For an encoder and its decoder, type steps=(of x, of y)."
         )
     return data

@@ -68,8 +68,8 @@ class Drawing:
         path = Path(path)
         kind = path.suffix.lower().removeprefix(".")
         if kind not in FORMATS:
-            came = f".{kind}" if kind else "a name without an ending"
-            raise ValueError(f"a drawing is saved as {', '.join(f'.{k}' for k in FORMATS)}; {came} came ({path}).")
+            got = f".{kind}" if kind else "a name without an ending"
+            raise ValueError(f"a drawing is saved as {', '.join(f'.{k}' for k in FORMATS)}; got {got} ({path}).")
         data = self._encoded(kind)
         try:
             write_whole(path, data)
@@ -164,7 +164,7 @@ def style() -> Iterator[None]:
         "xtick.color": LIGHT["muted"],
         "ytick.color": LIGHT["muted"],
     }
-    with matplotlib.style.context(settings, after_reset=True):  # whatever the user has set for figures of their own
+    with matplotlib.style.context(settings, after_reset=True):  # not what the user has set for their own figures
         yield
 
 

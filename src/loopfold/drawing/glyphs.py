@@ -5,7 +5,7 @@ from functools import cache
 
 MONOSPACED, PLAIN = "DejaVu Sans Mono", "DejaVu Sans"  # matplotlib brings both
 NO_GLYPH = "▯"
-_UNFIT = ("Last Resort", "Emoji")  # the one has a box for everything, the other colours that cannot be drawn
+_UNFIT = ("Last Resort", "Emoji")  # a box for every character; colours that cannot be drawn
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "↤"}
 
 

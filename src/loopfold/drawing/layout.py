@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from itertools import combinations
 
-from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable, When
+from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
+from loopfold.patterns import When
 
 ROW = 0.95  # from one row of the book's variables to the next
-APART = 0.86  # of the states of a layer, which stand like stairs, so that what is below reaches each of them
+APART = 0.86  # between the states of a layer, which form stairs so that edges from below reach each of them
 _TOP = (Role.OUTPUT, Role.LOSS, Role.TARGET)
 
 Place = tuple[float, float]
@@ -194,7 +195,7 @@ class _Layers:
         return item.half_width if isinstance(item, _Bend) else self.size(item)[0]
 
     def _spread(self, row: list[_Item], wish: dict[_Item, float]) -> None:
-        """Give a row its places: in order, not too close, and on the whole where they wished to be."""
+        """Give a row its places: in order, not too close, and near where each wants to be."""
         place = -1e9
         for i, item in enumerate(row):
             room = 0.0 if i == 0 else self._half(row[i - 1]) + self._half(item) + 0.26

@@ -1,30 +1,20 @@
 """The circuit of a network: of a transition, a layer, a pattern or a language model."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loopfold.drawing.circuit import Circuit, Level, Port, Role, Source, Values, Variable, When, same
+from loopfold.drawing.circuit import Circuit, Level, Port, Role, Source, Values, Variable, same
 from loopfold.drawing.notation import symbol
-from loopfold.feeding import Feeding, FreeRunning, Outputs, Raw, Soft, TeacherForcing
-from loopfold.patterns import (
-    Autoencoder,
-    EncoderDecoder,
-    OutputRecurrence,
-    Pattern,
-    Readout,
-    SequenceToOne,
-    SequenceToSequence,
-    VectorToSequence,
-)
+from loopfold.feeding import Feeding
+from loopfold.patterns import Pattern, When, Wiring
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
 from loopfold.states import State, Step, in_evaluation, leaves, name_of
 from loopfold.stepgraph.graph import Refusal, StepGraph
 from loopfold.stepgraph.trace import tensors_of, trace, trace_map
-from loopfold.transitions import Embedded, initial_state
+from loopfold.transitions import Embedded, example_inputs, initial_state, one_number
 from loopfold.unfolding import check_input, check_steps
 
 
@@ -33,33 +23,24 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
     if isinstance(model, type):
         raise TypeError(f"draw needs a network, not its class: type {model.__name__}(...) with its sizes.")
     if not callable(model):
-        raise TypeError(f"draw takes a transition, a layer or a pattern; a {type(model).__name__} came.")
-    if hasattr(model, "initial_context"):  # a language model; those modules stand below this one
-        network = getattr(model, "network", None)
-        if not isinstance(network, SequenceToSequence):
-            raise TypeError(f"{name_of(model)} has no recurrence to draw; draw takes recurrent language models.")
-        return _Drawn(model, level).language_model(network, _fed(feeding, TeacherForcing()))
-    drawn = _Drawn(model, level)
-    if isinstance(model, Autoencoder):
-        fed = _fed(feeding, FreeRunning())
-        return drawn.encoder_decoder(model.network, fed, x, target="x")
-    if isinstance(model, EncoderDecoder):
-        return drawn.encoder_decoder(model, _fed(feeding, TeacherForcing()), x)
-    if isinstance(model, VectorToSequence):
-        return drawn.vector_to_sequence(model, _fed(feeding, TeacherForcing()), x)
-    if isinstance(model, OutputRecurrence):
-        return drawn.output_recurrence(model, _fed(feeding, TeacherForcing()))
-    if feeding is not None:
-        raise ValueError(f"{drawn.circuit.name} feeds no output back, so it has no feeding: leave {feeding} out.")
-    if isinstance(model, SequenceToSequence | SequenceToOne):
-        return drawn.reader(model, x)
-    return drawn.layer_alone(as_layer(model), x)
-
-
-def _fed(feeding: Feeding | None, default: Feeding) -> Feeding:
+        raise TypeError(f"draw takes a transition, a layer or a pattern; got a {type(model).__name__}.")
+    wiring = wiring_of(model)
+    if wiring is None and hasattr(model, "initial_context"):  # a language model; those modules stand below this one
+        raise TypeError(f"{name_of(model)} has no recurrence to draw; draw takes recurrent language models.")
     if feeding is not None and not isinstance(feeding, Feeding):
-        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); {feeding!r} came.")
-    return feeding or default
+        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
+    drawn = _Drawn(model, level)
+    if feeding is not None and (wiring is None or wiring.feeding is None):
+        raise ValueError(f"{drawn.circuit.name} feeds no output back, so it has no feeding: leave {feeding} out.")
+    if wiring is None:
+        return drawn.layer_alone(as_layer(model), x)
+    return drawn.network(wiring, feeding or wiring.feeding, x)
+
+
+def wiring_of(model: Any) -> Wiring | None:
+    """How a pattern or a recurrent language model is put together; None for a transition or a layer."""
+    wiring = model.wiring if isinstance(model, Pattern) else getattr(model, "wiring", None)
+    return wiring if isinstance(wiring, Wiring) else None
 
 
 class _Drawn:
@@ -68,97 +49,59 @@ class _Drawn:
     def __init__(self, model: Any, level: Level) -> None:
         self.circuit = Circuit(name_of(model.cell if isinstance(model, Recurrent) else model), level)
 
-    # ------------------------------------------------------------------ the patterns
-
     def layer_alone(self, layer: RecurrentLayer, x: Tensor | None) -> Circuit:
-        self._layer(layer, self._input(layer, x))
+        self._layer(layer, self._input(_lowest(layer), x))
         return self.circuit
 
-    def reader(self, model: SequenceToSequence | SequenceToOne, x: Tensor | None) -> Circuit:
-        """Figures 10.3 and 10.5 of the book."""
-        hidden = self._layer(model.recurrent, self._input(model.recurrent, x))
-        self._readout(model, hidden, When.LAST if isinstance(model, SequenceToOne) else When.EVERY)
+    def network(self, wiring: Wiring, feeding: Feeding | None, x: Tensor | None) -> Circuit:
+        """Figures 10.3 to 10.6, 10.9 and 10.12 of the book, and others of the same parts.
+
+        What the lowest layer reads may come from the top of the network, so the top's variables are made first.
+        """
+        phase, marks = (0, ()) if wiring.encoder is None else (1, ("d",))
+        o = Variable("o", Role.OUTPUT, wiring.answers, phase)
+        y = Variable("y" if wiring.targets is None else "x", Role.TARGET, wiring.answers, phase)
+        fed = None if feeding is None else self._feedback(wiring, feeding, o, y)
+        layer = wiring.recurrent
+        if isinstance(layer, RecurrentLayer):
+            hidden = self._layer(layer, self._reads(wiring, layer, fed, x), marks=marks, phase=phase)
+        else:
+            assert fed is not None
+            hidden = [self._map(wiring, layer, fed, x)]
+        self._readout(wiring, hidden, o, y)
         return self.circuit
 
-    def language_model(self, network: SequenceToSequence, feeding: Feeding) -> Circuit:
-        """What is read at step t is the token of step t-1: the true one, or the model's own."""
-        tokens = any(isinstance(part, Embedded) for part in network.modules())
-        size = network.outputs.size
-        like = network.c
+    # ------------------------------------------------------------------ its parts
 
-        def read(token: Tensor | None, batch: int) -> Tensor:
-            start = torch.full((batch,), size, device=like.device)
-            token = start if token is None else token
-            return token if tokens else nn.functional.one_hot(token, size + 1)[:, :-1].to(like.dtype)
+    def _reads(
+        self, wiring: Wiring, layer: RecurrentLayer, fed: Port | None, x: Tensor | None
+    ) -> tuple[Port, Tensor] | None:
+        """What the lowest layer reads: x, or the C that an encoder leaves behind; what is fed back; or both."""
+        size = 0 if fed is None else wiring.outputs.size
+        if wiring.encoder is not None:
+            read = self._layer(wiring.encoder, self._input(_lowest(wiring.encoder), x), marks=("e",))
+            vector = self.circuit.add(Variable("C", Role.INPUT, When.ONCE, phase=1))
+            self.circuit.connect(vector, [Port(tuple(map(Source, read)), _side_by_side)], same)
+            width = wiring.encoder.hidden_size
+        elif fed is None and wiring.x is not When.ONCE:
+            return self._input(_lowest(layer), x)
+        elif fed is not None and wiring.x is None:  # what is fed back is the input
+            vector = self.circuit.add(Variable("x", Role.INPUT))
+            self.circuit.connect(vector, [fed], same)
+            return Port((Source(vector),)), fed.combine([None] * len(fed.sources), 1)
+        else:
+            assert wiring.x is not None
+            width = _width(layer, size, x)
+            vector = self.circuit.add(Variable("x", Role.INPUT, wiring.x))
 
-        def following(o: Tensor | None, y: Tensor | None, batch: int) -> Tensor:
-            if o is None:
-                return read(y, batch)
-            vector = feeding.next(o, y, network.outputs)
-            return vector.argmax(-1) if tokens else vector
+        def combine(values: Values, batch: int) -> Tensor:
+            return values[0] if fed is None else torch.cat([values[0], fed.combine(values[1:], batch)], -1)
 
-        x = self.circuit.add(Variable("x", Role.INPUT))
-        example = torch.zeros(1, dtype=torch.long, device=like.device) if tokens else like.new_zeros(1, size)
-        hidden = self._layer(network.recurrent, (Port((Source(x),)), example))
-        o, y = self._readout(network, hidden, When.EVERY)
-        self.circuit.connect(x, [self._feedback(feeding, o, y, following)], same)
-        return self.circuit
+        sources = () if fed is None else fed.sources
+        return Port((Source(vector), *sources), combine), wiring.readout.c.new_zeros(1, width + size)
 
-    def output_recurrence(self, model: OutputRecurrence, feeding: Feeding) -> Circuit:
-        """Figure 10.4, and 10.6 under teacher forcing."""
-        x = self.circuit.add(Variable("x", Role.INPUT))
-        h = self.circuit.add(Variable("h", Role.STATE, layer=1))
-        graph = _traced(trace_map, model.hidden, model.U.new_zeros(1, model.U.shape[1]), self._zeros(model))
-        o, y = self._readout(model, [h], When.EVERY)
-        fed = self._feedback(feeding, o, y, self._next(feeding, model))
-        assert graph.x is not None
-        ports = {graph.state[0]: fed, graph.x: Port((Source(x),))}
-        self.circuit.step(graph, tensors_of(model.hidden), ports, [h])
-        return self.circuit
-
-    def vector_to_sequence(self, model: VectorToSequence, feeding: Feeding, x: Tensor | None) -> Circuit:
-        """Figure 10.9: one vector, read at every step, beside the output of the step before."""
-        vector = self.circuit.add(Variable("x", Role.INPUT, When.ONCE))
-        self._writer(model, feeding, vector, _width(model.recurrent, model.outputs, x))
-        return self.circuit
-
-    def encoder_decoder(self, model: EncoderDecoder, feeding: Feeding, x: Tensor | None, target: str = "y") -> Circuit:
-        """Figure 10.12: the last state of the encoder is the vector C that the decoder reads at every step."""
-        read = self._layer(model.encoder, self._input(model.encoder, x), marks=("e",))
-        vector = self.circuit.add(Variable("C", Role.INPUT, When.ONCE, phase=1))
-        port = Port(tuple(map(Source, read)), _side_by_side)
-        self.circuit.connect(vector, [port], same)
-        self._writer(model.decoder, feeding, vector, model.encoder.hidden_size, phase=1, target=target)
-        return self.circuit
-
-    def _writer(
-        self,
-        model: VectorToSequence,
-        feeding: Feeding,
-        vector: Variable,
-        width: int,
-        phase: int = 0,
-        target: str = "y",
-    ) -> None:
-        """What the lowest layer reads comes from the top of the network, so the top's variables are made first."""
-        o = Variable("o", Role.OUTPUT, phase=phase)
-        y = Variable(symbol(target), Role.TARGET, phase=phase)
-        following = self._next(feeding, model)
-        fed = self._feedback(feeding, o, y, following)
-
-        def read(values: Values, batch: int) -> Tensor:
-            return torch.cat([values[0], fed.combine(values[1:], batch)], -1)
-
-        port = Port((Source(vector), *fed.sources), read)
-        example = model.V.new_zeros(1, width + model.outputs.size)
-        hidden = self._layer(model.recurrent, (port, example), marks=("d",) if phase else (), phase=phase)
-        self._readout(model, hidden, When.EVERY, (o, y))
-
-    # ------------------------------------------------------------------ their parts
-
-    def _input(self, layer: RecurrentLayer, x: Tensor | None) -> tuple[Port, Tensor] | None:
+    def _input(self, cell: Step, x: Tensor | None) -> tuple[Port, Tensor] | None:
         """The variable x, and an example of what it holds at one step; None for a step without input."""
-        cell = _lowest(layer)
         if x is not None:
             check_input(
                 name_of(cell), x, getattr(cell, "input_size", None), next(iter(tensors_of(cell).values()), None)
@@ -166,6 +109,19 @@ class _Drawn:
             check_steps(x.shape[0])
         example = _example(cell) if x is None else x[0, :1]
         return None if example is None else (Port((Source(self.circuit.add(Variable("x", Role.INPUT))),)), example)
+
+    def _map(self, wiring: Wiring, f: nn.Module, fed: Port, x: Tensor | None) -> Variable:
+        """h = f(fed, x), with no way from one h to the next but through what is fed back."""
+        like = wiring.readout.c
+        known = getattr(f, "input_size", None)
+        read = self._input(f, like.new_zeros(1, 1, known) if x is None and isinstance(known, int) else x)
+        graph = _traced(trace_map, f, None if read is None else read[1], like.new_zeros(1, wiring.outputs.size))
+        h = self.circuit.add(Variable("h", Role.STATE, layer=1))
+        ports = {graph.state[0]: fed}
+        if graph.x is not None and read is not None:
+            ports[graph.x] = read[0]
+        self.circuit.step(graph, tensors_of(f), ports, [h])
+        return h
 
     def _layer(
         self,
@@ -228,60 +184,38 @@ class _Drawn:
         self.circuit.step(graph, tensors_of(cell), ports, variables, marks)
         return variables[0]
 
-    def _readout(
-        self,
-        model: Pattern,
-        hidden: Sequence[Variable],
-        when: When,
-        tops: tuple[Variable, Variable] | None = None,
-    ) -> tuple[Variable, Variable]:
+    def _readout(self, wiring: Wiring, hidden: Sequence[Variable], o: Variable, y: Variable) -> None:
         """o, L and y above what they are read from."""
-        phase = hidden[0].phase
-        o, y = tops or (Variable("o", Role.OUTPUT, when, phase), Variable("y", Role.TARGET, when, phase))
-        loss = Variable("L", Role.LOSS, when, phase)
-        readout: Readout = model.readout
+        loss = Variable("L", Role.LOSS, o.when, o.phase)
+        readout, outputs = wiring.readout, wiring.outputs
         graph = _traced(trace_map, readout, None, readout.c.new_zeros(1, readout.V.shape[1]))
         ports = {graph.state[0]: Port(tuple(map(Source, hidden)), _side_by_side)}
         for variable in (o, loss, y):
             self.circuit.add(variable)
         self.circuit.step(graph, tensors_of(readout), ports, [o])
-        outputs = model.outputs
         self.circuit.connect(
             loss,
             [Port((Source(o),)), Port((Source(y, flows=False),))],
             lambda values, batch: outputs.losses(*values).sum(),
         )
-        return o, y
 
-    def _feedback(
-        self,
-        feeding: Feeding,
-        o: Variable,
-        y: Variable,
-        following: Callable[[Tensor | None, Tensor | None, int], Tensor],
-    ) -> Port:
-        """What goes back in: the true target, the model's own output, or one of the two."""
-        true = Source(y, 1, flows=False)
-        own = Source(o, 1, flows=isinstance(getattr(feeding, "pick", None), Soft | Raw))  # not through a choice
-        if isinstance(feeding, TeacherForcing):
-            return Port((true,), lambda values, batch: following(None, values[0], batch))
-        if isinstance(feeding, FreeRunning):
-            return Port((own,), lambda values, batch: following(values[0], None, batch))
-        return Port((own, true), lambda values, batch: following(values[0], values[1], batch))
+    def _feedback(self, wiring: Wiring, feeding: Feeding, o: Variable, y: Variable) -> Port:
+        """What goes back in: the true target, the model's own output, or what is made of both."""
+        outputs, like = wiring.outputs, wiring.readout.c
+        tokens = wiring.x is None and any(isinstance(part, Embedded) for part in wiring.recurrent.modules())
+        own = (Source(o, 1, flows=feeding.flows),) if feeding.reads_own else ()
+        true = (Source(y, 1, flows=False),) if feeding.reads_truth else ()
 
-    def _next(self, feeding: Feeding, model: Pattern) -> Callable[[Tensor | None, Tensor | None, int], Tensor]:
-        outputs = model.outputs
+        def following(values: Values, batch: int) -> Tensor:
+            if all(value is None for value in values):  # before the first step; the start of a text is a token too
+                return like.new_full((batch,), outputs.size, dtype=torch.long) if tokens else zeros(batch)
+            vector = feeding.next(values[0] if own else zeros(batch), values[-1] if true else None, outputs)
+            return vector.argmax(-1) if tokens else vector
 
-        def following(o: Tensor | None, y: Tensor | None, batch: int) -> Tensor:
-            if o is None:
-                return model.c.new_zeros(batch, outputs.size) if y is None else outputs.encode(y).to(model.c.dtype)
-            return feeding.next(o, y, outputs)
+        def zeros(batch: int) -> Tensor:
+            return like.new_zeros(batch, outputs.size)
 
-        return following
-
-    @staticmethod
-    def _zeros(model: Pattern) -> Tensor:
-        return model.c.new_zeros(1, model.outputs.size)
+        return Port((*own, *true), following)
 
 
 def _side_by_side(values: Values, batch: int) -> Tensor:
@@ -289,13 +223,13 @@ def _side_by_side(values: Values, batch: int) -> Tensor:
 
 
 def _state_of(cell: Step, example: Tensor | None) -> Callable[[int], State]:
-    """The state before the first step, for a batch. A function that takes any size gets one number."""
+    """The state before the first step, for a batch."""
 
     def state(batch: int) -> State:
         x = None if example is None else example.expand(batch, *example.shape[1:])
         if isinstance(cell, nn.Module) or example is not None:
             return initial_state(cell, batch, x)
-        return torch.zeros(batch, 1)
+        return one_number(batch)
 
     return state
 
@@ -336,52 +270,26 @@ def _lowest(layer: RecurrentLayer) -> Step:
 
 
 def _example(cell: Step) -> Tensor | None:
-    """An x that `cell` reads at one step, found by trying; None for a step without input."""
-    step = cell.forward if isinstance(cell, nn.Module) else cell
-    needed = [
-        p
-        for p in inspect.signature(step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(needed) == 1:
+    """An x that `cell` reads at one step; None for a step without input."""
+    possible = example_inputs(cell)
+    found = [x for x in possible if x is not None]
+    if len(found) < len(possible):
         return None
-    if not isinstance(cell, nn.Module):
-        return torch.zeros(1, 1)
-    tensors = tensors_of(cell).values()
-    like = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
-    classes = torch.zeros(1, dtype=torch.long, device=like.device)
-    if isinstance(cell, Embedded):
-        return classes
-    known = getattr(cell, "input_size", None)
-    sizes = {size for t in tensors for size in t.shape}
-    widths = [known] if isinstance(known, int) else sorted({*sizes, *(a - b for a in sizes for b in sizes if a > b)})
-    found = [x for x in [*(like.new_zeros(1, m) for m in widths), classes] if _is_read(step, cell, x)]
-    if len(found) != 1:
-        what = "no size of x was found that" if not found else f"x of several sizes ({_shapes(found)}) could be what"
-        raise ValueError(f"{what} {name_of(cell)} reads: give an example, draw(..., x=torch.zeros(τ, batch, n_in)).")
-    return found[0]
-
-
-def _is_read(step: Callable[..., Any], cell: Step, x: Tensor) -> bool:
-    x = x.repeat(7, *[1] * (x.dim() - 1))  # an odd batch, so that nothing fits by chance
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            state = initial_state(cell, 7, x)
-            new = step(state, x)
-        return [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return False
+    if len(found) == 1:
+        return found[0]
+    what = f"x of several sizes ({_shapes(found)}) could be what" if found else "no size of x was found that"
+    raise ValueError(f"{what} {name_of(cell)} reads: give an example, draw(..., x=torch.zeros(τ, batch, n_in)).")
 
 
 def _shapes(examples: list[Tensor]) -> str:
     return ", ".join("a class" if x.dim() == 1 else str(x.shape[1]) for x in examples)
 
 
-def _width(layer: RecurrentLayer, outputs: Outputs, x: Tensor | None) -> int:
-    """The size of the vector that is read beside the outputs."""
+def _width(layer: RecurrentLayer, size: int, x: Tensor | None) -> int:
+    """The size of the vector that is read beside outputs of a size."""
     if x is not None:
         return x.shape[-1]
     example = _example(_lowest(layer))
-    if example is None or example.dim() != 2 or example.shape[1] <= outputs.size:
+    if example is None or example.dim() != 2 or example.shape[1] <= size:
         raise ValueError("the size of the vector was not found: give an example, draw(..., x=torch.zeros(batch, n)).")
-    return example.shape[1] - outputs.size
+    return example.shape[1] - size

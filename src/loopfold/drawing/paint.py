@@ -282,11 +282,11 @@ def beside(*drawings: Drawing) -> Drawing:
     links: list[Link] = []
     right = 0.0
     if not drawings:
-        raise TypeError("beside takes drawings of graphs, as lf.draw makes them; none came.")
+        raise TypeError("beside takes drawings of graphs, as lf.draw makes them; got none.")
     for i, drawing in enumerate(drawings):
         scene = drawing.graph if isinstance(drawing, Drawing) else None
         if not isinstance(scene, Scene):
-            raise TypeError(f"beside takes drawings of graphs, as lf.draw makes them; {drawing!r} came.")
+            raise TypeError(f"beside takes drawings of graphs, as lf.draw makes them; got {drawing!r}.")
         low, high = _extent(scene.shapes, scene.routes(), scene.links)
         right += -low[0] + (_GAP if i else 0.0)
         for key, shape in scene.shapes.items():

@@ -70,7 +70,7 @@ class _Router:
         self.round = np.array([spot.round for spot in spots.values()])
         self.paths: list[Points] = [np.zeros((0, 2))] * len(lines)
         self.taken = np.zeros((0, 2))  # points along all ways that are known
-        self.owner = np.zeros(0, dtype=int)  # whose each of them is
+        self.owner = np.zeros(0, dtype=int)  # the edge that each belongs to
         self.pieces = np.zeros((2, 0, 2))  # the straight pieces of all ways that are known: their starts, their ends
         self.boxes = np.zeros((0, 4))  # labels that have their place: middle, half width and height
         self.two_way = {(line.source, line.target) for line in lines} & {(ln.target, ln.source) for ln in lines}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopfold.drawing.circuit import Circuit, Edge, Role, Variable, When
+from loopfold.drawing.circuit import Circuit, Edge, Role, Variable
+from loopfold.patterns import When
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Unfolded:
                     arrow = into[moment][edge]
                     value = values[arrow.source]
                     value = value if edge.form is None else edge.form(value)
-                    # a copy for every edge, so that what comes back through each is known by itself
+                    # a copy for every edge, so that each has a gradient of its own
                     carried[arrow] = value.clone() if isinstance(value, Tensor) else value
                     parts.append(carried[arrow])
                 values[moment] = self.circuit.rules[variable](parts, batch)

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.feeding import Classes
+from loopfold.feeding import Classes, TeacherForcing
 from loopfold.language.base import Context, LanguageModel, Next, Scored, losses
-from loopfold.patterns import Readout, SequenceToSequence
+from loopfold.patterns import Readout, SequenceToSequence, Wiring
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
 from loopfold.states import at_end, whole_number
 from loopfold.transitions import Embedded
@@ -43,6 +44,11 @@ class RecurrentLM(LanguageModel):
                 f"the embedding has {tables[0].num_embeddings} rows; it needs one for each of {self.vocabulary_size} "
                 f"tokens and one for the start of a text: nn.Embedding({self.vocabulary_size + 1}, size)."
             )
+
+    @property
+    def wiring(self) -> Wiring:
+        """The network's, with what is fed back as all that it reads."""
+        return replace(self.network.wiring, x=None, feeding=TeacherForcing())
 
     def initial_context(self, batch: int) -> Context:
         start = torch.full((batch,), self.vocabulary_size, device=self.network.c.device)

@@ -10,9 +10,7 @@ from torch import nn
 
 from loopfold.errors import OptionError, choose
 from loopfold.states import name_of
-from loopfold.transitions import GRU, LSTM, Elman, LayerNormLSTM
-
-CELLS = {"elman": Elman, "lstm": LSTM, "gru": GRU, "layernorm-lstm": LayerNormLSTM}
+from loopfold.transitions import CELLS
 
 
 def name_of_cell(kind: type[nn.Module]) -> str:
