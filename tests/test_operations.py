@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import loopfold as lf
 from loopfold.engines import programs
 from loopfold.engines.vectors import LLVM, START
+from loopfold.engines.writing import Buffer, Role
+from loopfold.stepgraph import rules
 from loopfold.stepgraph.aten import _KNOWN
 from loopfold.stepgraph.differentiate import differentiate, kept_values
 from loopfold.stepgraph.graph import Unsound
@@ -77,6 +79,22 @@ def test_every_operation_has_its_line_of_llvm_and_its_rule() -> None:
 def test_torchs_operations_go_by_names_that_torch_has() -> None:
     for known in (*_KNOWN, *RULES):
         assert known == "getitem" or hasattr(torch.ops.aten, known), known
+
+
+def test_a_new_operation_of_truth_values_is_one_entry_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    xor = replace(OPS["and"], name="xor", python="{0} ^ {1}", c="{0} != {1}", aten=("logical_xor", "bitwise_xor"))
+    monkeypatch.setitem(OPS, "xor", xor)
+    monkeypatch.setitem(LLVM, "xor", lambda w, p, q: w.b.xor(p, q))
+    for torch_name in xor.aten:  # what importing `rules` does with the table
+        monkeypatch.setitem(rules.OWN, torch_name, xor)
+        monkeypatch.setitem(RULES, torch_name, rules._plain(xor))
+
+    class Either(lf.Elman):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return torch.where((h > 0) ^ torch.logical_xor(x > 0, h > 0.5), super().forward(h, x), 0.3 * h)
+
+    for engine in ENGINES:
+        assert_agrees(engine, Either(4, 4).double(), torch.randn(6, 3, 4).double())
 
 
 # ------------------------------------------------------------------ in C
@@ -142,6 +160,7 @@ BROKEN: dict[str, Value] = {
     "an input of another size": Value("input", (), 7, 0),
     "a constant that is not there": Value("constant", (), 5, 99),
     "a matrix of two sizes": Value("matmul", (wide(5),), 7, (0, False)),
+    "a matrix as a row": Value("constant", (), 5, 0),
     "a gradient in the forward step": Value("carry", (), 5, 0),
     "a truth value as the state": TRUE,
     "a truth value added": Value("add", (TRUE, wide(5)), 5),
@@ -161,6 +180,7 @@ def test_verify_finds_faults_of_the_reverse_step() -> None:
     loop, arrives = lstm(), (True, True)
     reverse, kept = differentiate(loop, arrives), kept_values(loop)
     verify_reverse(loop, reverse, arrives, kept)
+    product = reverse.products[0]
     wrong: list[tuple[Any, tuple[bool, ...], tuple[Value, ...]]] = [
         (reverse, arrives, ()),  # products that would be computed again
         (reverse, (True, False), kept),  # a gradient that does not come
@@ -168,6 +188,9 @@ def test_verify_finds_faults_of_the_reverse_step() -> None:
         (replace(reverse, carries=(NUMBER, *reverse.carries[1:])), arrives, kept),
         (replace(reverse, inputs=(wide(5),)), arrives, kept),
         (replace(reverse, carries=(TRUE, *reverse.carries[1:])), arrives, kept),
+        (replace(reverse, products=(replace(product, matrix=99),)), arrives, kept),
+        (replace(reverse, products=(replace(product, left=product.right, right=product.left),)), arrives, kept),
+        (replace(reverse, rows=((0, wide(5)),)), arrives, kept),
     ]
     for bad, incoming, values in wrong:
         with pytest.raises(Unsound):
@@ -201,3 +224,23 @@ def test_the_generated_code_can_be_read(engine: lf.Engine, words: list[str]) -> 
     assert all(word in text for word in [*words, "LSTM forward", "LSTM backward"])
     assert "LSTM forward" not in lf.Recurrent(cell, engine).explain(x)
     assert lf.Recurrent(cell, lf.Sequential()).explain(x, code=True).endswith("it was asked for.")
+
+
+class Forgetful(lf.Elman):
+    """No step reads the one before."""
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.U.T)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_where_there_is_no_loop_there_is_no_code(engine: lf.Engine) -> None:
+    layer, x = lf.Recurrent(Forgetful(3, 5), engine), torch.randn(30, 2, 3)
+    assert layer.explain(x, code=True) == layer.explain(x)
+
+
+def test_every_buffer_is_described() -> None:
+    assert all("{i}" in role.value for role in Role)
+    assert str(Buffer(Role.MATRIX, 3, True)) == (
+        "matrix 3 of what is computed once, in the order in which the kernel reads it, transposed"
+    )

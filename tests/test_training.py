@@ -849,3 +849,20 @@ def test_a_run_can_be_opened_while_it_trains(text: Path, tmp_path: Path) -> None
             assert open_run(tmp_path / "run").options.hidden_size == 8
 
     train(small(text, epochs=0.3), tmp_path / "run", watcher=Opening(), save_every=0)
+
+
+def test_what_a_cell_keeps_of_the_trial_does_not_reach_training(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "keeps.py").write_text(
+        "import torch\n"
+        "import loopfold as lf\n"
+        "class Keeps(lf.Elman):\n"
+        "    learning = None\n"
+        "    def forward(self, h, x):\n"
+        "        if self.learning is None:\n"
+        "            self.learning = torch.is_grad_enabled()\n"
+        "        if torch.is_grad_enabled() and not self.learning:\n"
+        "            raise RuntimeError('kept from the trial')\n"
+        "        return super().forward(h, x)\n"
+    )
+    options = small(text, cell=f"{tmp_path / 'keeps.py'}:Keeps", epochs=0.1)
+    train(options, tmp_path / "run")

@@ -106,7 +106,7 @@ class _Fused(Written):
 
     def code(self, call: Call) -> str:
         _, code = self._code(_tile(call.batch, self.threads))
-        buffers = [f"; buffer {i}: {b.role.value.replace(' i', f' {b.index}', 1)}" for i, b in enumerate(code.table)]
+        buffers = [f"; buffer {i}: {buffer}" for i, buffer in enumerate(code.table)]
         return "\n".join([f"; {self.name}", *buffers, code.code])
 
     def _code(self, tile: int) -> "tuple[Shape, Code]":

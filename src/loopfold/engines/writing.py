@@ -40,17 +40,17 @@ class Source:
 class Role(Enum):
     """What a buffer holds: the first six are given to a kernel, the others are a writer's own."""
 
-    START = "leaf i of the state before the first step: [batch, width]"
-    STATES = "leaf i of the state after each step: [τ, batch, width]"
-    INPUT = "sequence i, computed before the loop: [τ, batch, width]"
-    INCOMING = "∇ of emitted value i, from outside the loop: [τ, batch, width]"
-    GIVEN = "value i of `Source.given`: [τ, batch, width]"
-    CONSTANT = "row or matrix i of what is computed once: [width] or [k, width]"
-    OUT = "value i of `Source.out`: [τ, batch, width]"
-    CARRY = "row i of `Source.moves`, before the first step and then after the last: [batch, width]"
-    SUM = "value i of `Source.sums`: [width]"
-    MATRIX = "matrix i, or its transpose, in the order in which the kernel reads it"
-    SCRATCH = "a row of the step itself, from element i of the memory for such rows"
+    START = "leaf {i} of the state before the first step: [batch, width]"
+    STATES = "leaf {i} of the state after each step: [τ, batch, width]"
+    INPUT = "sequence {i}, computed before the loop: [τ, batch, width]"
+    INCOMING = "∇ of emitted value {i}, from outside the loop: [τ, batch, width]"
+    GIVEN = "kept value {i}: [τ, batch, width]"
+    CONSTANT = "row or matrix {i} of what is computed once: [width] or [k, width]"
+    OUT = "wanted value {i}: [τ, batch, width]"
+    CARRY = "∇ of leaf {i} of the state, before the first step and then after the last: [batch, width]"
+    SUM = "∇ of row {i} of what is computed once: [width]"
+    MATRIX = "matrix {i} of what is computed once, in the order in which the kernel reads it"
+    SCRATCH = "rows of the step itself, from element {i} on"
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class Buffer:
     role: Role
     index: int
     transposed: bool = False
+
+    def __str__(self) -> str:
+        return self.role.value.format(i=self.index) + ", transposed" * self.transposed
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +113,10 @@ class Writer(Kernel):
         return Gradients(ran.moved, ran.out, ran.sums)
 
     def code(self, recurrence: Recurrence) -> str:
-        """All that is generated for a run and its way back."""
+        """All that is generated for a run and its way back; nothing where no step reads the one before."""
         program, state = program_of(recurrence).program, leaves(recurrence.state)[0]
+        if not program.loop.emitted:
+            return ""
         call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
         there = self._forwards(program, call, state.dtype)
         back = self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))

@@ -14,9 +14,9 @@ class Product(Enum):
 
 
 class Truth(Enum):
-    """How the loop language computes an operation whose result is truth values."""
+    """How the loop language computes an operation of truth values that is none of its own."""
 
-    DIRECT = "by its own operations on truth values"
+    SAME = "they are passed on as they are"
     AS_NUMBERS = "on 0 and 1; whatever is not 0 is true"
     UNKNOWN = "it cannot"
 
@@ -33,7 +33,7 @@ class Aten:
     `same_rows`  if its result begins with the batch, so does what it reads, row for row
     `pointwise`  as torch's own tag of that name, which not every version of torch gives it
     `truth`      what it does where its result is truth values
-    `numbers`    the arguments at which a plain number may be another at every call
+    `numbers`    the arguments at which a plain number may be another at every call; of the loop's own operations, all
     """
 
     symbol: str = ""
@@ -50,15 +50,15 @@ class Aten:
 _BOTH, _LAST_TWO = (0, 2), (1, 3)
 _KNOWN = {
     # number by number
-    "add": Aten("+", truth=Truth.AS_NUMBERS, numbers=(0, 1)),
-    "sub": Aten("−", numbers=(0, 1)),
+    "add": Aten("+", truth=Truth.AS_NUMBERS),
+    "sub": Aten("−"),
     "rsub": Aten("−", pointwise=True, numbers=(0, 1)),
-    "mul": Aten(r"$\odot$", Product.EACH, _BOTH, truth=Truth.AS_NUMBERS, numbers=(0, 1)),
-    "div": Aten("÷", Product.EACH, _BOTH, numbers=(0, 1)),
+    "mul": Aten(r"$\odot$", Product.EACH, _BOTH, truth=Truth.AS_NUMBERS),
+    "div": Aten("÷", Product.EACH, _BOTH),
     "neg": Aten("−"),
-    "maximum": Aten(truth=Truth.AS_NUMBERS, numbers=(0, 1)),
-    "minimum": Aten(truth=Truth.AS_NUMBERS, numbers=(0, 1)),
-    "where": Aten(truth=Truth.AS_NUMBERS, numbers=(1, 2)),
+    "maximum": Aten(truth=Truth.AS_NUMBERS),
+    "minimum": Aten(truth=Truth.AS_NUMBERS),
+    "where": Aten(truth=Truth.AS_NUMBERS),
     "lerp": Aten(numbers=(2,)),
     "clamp": Aten(numbers=(1, 2)),
     "clamp_min": Aten(numbers=(1,)),
@@ -66,9 +66,6 @@ _KNOWN = {
     "sigmoid": Aten(r"$\sigma$"),
     "relu": Aten("ReLU"),
     "leaky_relu": Aten(pointwise=True),
-    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), Aten(truth=Truth.DIRECT, numbers=(0, 1))),
-    **dict.fromkeys(("logical_and", "logical_or", "logical_not"), Aten(truth=Truth.DIRECT)),
-    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_not"), Aten(truth=Truth.DIRECT)),
     # products
     "mm": Aten("@", Product.ROWS, _BOTH),
     "addmm": Aten("@", Product.ROWS, _LAST_TWO),  # addmm(b, h, W) adds its first
@@ -101,12 +98,12 @@ _KNOWN = {
     "select": Aten(moves=True, dimension=1),
     "unsqueeze": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
     "squeeze": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
-    "getitem": Aten(moves=True, truth=Truth.DIRECT),
+    "getitem": Aten(moves=True, truth=Truth.SAME),
     **dict.fromkeys(
         ("view", "_unsafe_view", "reshape", "expand"), Aten(moves=True, same_rows=True, truth=Truth.AS_NUMBERS)
     ),
-    **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.DIRECT)),
-    "_to_copy": Aten(same_rows=True, truth=Truth.DIRECT),
+    **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.SAME)),
+    "_to_copy": Aten(same_rows=True, truth=Truth.SAME),
     **dict.fromkeys(("index_select", "permute", "t", "transpose", "repeat"), Aten(moves=True)),
     **dict.fromkeys(("flip", "roll", "constant_pad_nd"), Aten(moves=True)),
     # new tensors

@@ -19,7 +19,7 @@ from torch import Tensor
 from loopfold.stepgraph.aten import Truth, aten
 from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, nodes_in
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.rules import RULES
+from loopfold.stepgraph.rules import OWN, RULES
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,12 +227,12 @@ class _Hoist:
         rule = RULES.get(node.op)
         if rule is None:
             raise Refusal(f"aten.{node.op} has no kernel.")
-        known = aten(node.op)
-        places = [a for i, a in enumerate(node.args) if i not in known.numbers]
+        known, own = aten(node.op), OWN.get(node.op)
+        places = [a for i, a in enumerate(node.args) if own is None and i not in known.numbers]
         if any(n in self.graph.numbers for n in nodes_in((*places, *node.kwargs.values()))):
             raise Refusal(f"aten.{node.op} has a kernel for fixed numbers only.")
         arguments = [self._argument(a) for a in node.args]
-        if node.dtype == torch.bool and known.truth is not Truth.DIRECT:
+        if node.dtype == torch.bool and known.truth is not Truth.SAME and not (own is not None and own.truth):
             if known.truth is Truth.UNKNOWN:
                 raise Refusal(f"aten.{node.op} of truth values has no kernel.")
             arguments = [self._numbers(a) for a in arguments]

@@ -32,8 +32,9 @@ def _plain(op: Op) -> Rule:
     return rule
 
 
-for _op in OPS.values():
-    RULES.update(dict.fromkeys(_op.aten, _plain(_op)))  # those that take more than rows have rules of their own below
+OWN = {name: op for op in OPS.values() for name in op.aten}  # torch's operations that are ours
+for _name, _op in OWN.items():
+    RULES[_name] = _plain(_op)  # those that take more than rows have rules of their own below
 
 
 @_rule("clone", "alias", "_to_copy")

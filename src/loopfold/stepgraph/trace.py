@@ -207,7 +207,7 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
         raise Refusal("it asks for the inference mode.")
     if iterators and "next" in names:
         raise Refusal(f"it takes from the iterator {iterators[0]}, which has another value at every step.")
-    if remembers:  # first with real tensors, lest a cache should keep those without data
+    if remembers:  # first with real tensors, so that a cache keeps none without data
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
                 f(state, *([] if x0 is None else [x0]))

@@ -15,21 +15,21 @@ from loopfold.stepgraph.ops import OPS, Again, Kind
 
 def verify(loop: Loop) -> None:
     """Raise `Unsound` where a value of the loop cannot be what it says."""
-    _values(loop, ordered(loop.emitted), dict(enumerate(loop.widths)), {})
+    _Checked(loop, {}).values(ordered(loop.emitted))
     for v in loop.emitted:
         _need(not v.is_bool, v, "is a truth value, and the loop emits numbers")
 
 
 def verify_reverse(loop: Loop, reverse: Reverse, incoming: Sequence[bool], kept: Iterable[Value]) -> None:
     """Raise `Unsound` where a value of the reverse step cannot be what it says, or is not there to be read."""
-    given = {*loop.emitted, *kept}
+    given, forward = {*loop.emitted, *kept}, ordered(loop.emitted)
+    checked = _Checked(loop, {k: v.width for k, v in enumerate(loop.emitted) if incoming[k]})
     order = ordered(reverse.roots(), stop=given)
-    arriving = {k: v.width for k, v in enumerate(loop.emitted) if incoming[k]}
-    _values(loop, order, dict(enumerate(loop.widths)), arriving)
-    forward = set(ordered(loop.emitted))
+    checked.values(dict.fromkeys([*forward, *order]))  # one matrix has one size, there and back
+    known = set(forward)
     for v in order:
-        known = v.is_leaf or v in given or v not in forward
-        _need(known or OPS[v.op].again is not Again.KEPT, v, "is computed again where it should have been kept")
+        again = v in known and not v.is_leaf and v not in given
+        _need(not again or OPS[v.op].again is not Again.KEPT, v, "is computed again where it should have been kept")
     for v in reverse.roots():
         _need(not v.is_bool, v, "is a truth value, and gradients are numbers")
     for g, after in zip(reverse.carries, loop.next, strict=True):
@@ -37,35 +37,46 @@ def verify_reverse(loop: Loop, reverse: Reverse, incoming: Sequence[bool], kept:
     for gradient, width in zip(reverse.inputs, loop.widths, strict=True):
         if gradient is not None:
             _need(gradient.width == width, gradient, f"is the gradient of an input of {width} features")
+    for product in reverse.products:
+        checked.constant(product.right, product.matrix, (product.left.width, product.right.width))
+    for i, gradient in reverse.rows:
+        checked.constant(gradient, i, (gradient.width,))
 
 
-def _values(loop: Loop, order: list[Value], inputs: dict[int, int], incoming: dict[int, int]) -> None:
-    """Each by itself, and all that use the same matrix, row or sequence with each other."""
-    states = dict(zip(loop.carried, (v.width for v in loop.next), strict=True))
-    carries = {k: v.width for k, v in enumerate(loop.next)} if incoming else {}
-    sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+class _Checked:
+    """Values, each by itself, and all that read the same row, matrix or sequence with each other."""
 
-    def one_size(v: Value, what: str, i: int, size: tuple[int, ...]) -> None:
-        _need(0 <= i < len(loop.constants), v, f"reads {what} {i} of {len(loop.constants)}")
-        _need(sizes.setdefault((what, i), size) == size, v, f"reads {what} {i} as {size} and as {sizes[what, i]}")
+    def __init__(self, loop: Loop, incoming: dict[int, int]) -> None:
+        states = dict(zip(loop.carried, (v.width for v in loop.next), strict=True))
+        carries = {k: v.width for k, v in enumerate(loop.next)} if incoming else {}
+        inputs = dict(enumerate(loop.widths))
+        self.leaves = {"input": inputs, "state": states, "carry": carries, "incoming": incoming}
+        self.constants = len(loop.constants)
+        self.sizes: dict[int, tuple[int, ...]] = {}
 
-    leaves: dict[str, dict[int, int]] = {"input": inputs, "state": states, "carry": carries, "incoming": incoming}
-    for v in order:
-        op = OPS.get(v.op)
-        if op is None:
-            raise Unsound(f"{v.op} is no operation of the loop language.")
-        _need(len(v.args) == op.arity or (op.arity is None and len(v.args) > 0), v, f"needs {op.arity} arguments")
-        for i, a in enumerate(v.args):
-            _need(a.is_bool == (i < op.conditions), v, f"has a truth value, or none, as argument {i}")
-        _WIDTHS[op.kind](v)
-        if v.op in leaves:
-            _need(leaves[v.op].get(v.index) == v.width, v, f"reads {v.op} {v.index}, of which there is none so wide")
-        elif v.op == "constant":
-            one_size(v, "row", v.index, (v.width,))
-        elif v.op == "matmul":
-            i, transposed = v.index
-            size = v.args[0].width, v.width
-            one_size(v, "matrix", i, size[::-1] if transposed else size)
+    def values(self, order: Iterable[Value]) -> None:
+        for v in order:
+            op = OPS.get(v.op)
+            if op is None:
+                raise Unsound(f"{v.op} is not an operation of the loop language.")
+            _need(len(v.args) == op.arity or (op.arity is None and len(v.args) > 0), v, f"needs {op.arity} arguments")
+            for i, a in enumerate(v.args):
+                _need(a.is_bool == (i < op.conditions), v, f"has a truth value, or none, as argument {i}")
+            _WIDTHS[op.kind](v)
+            if v.op in self.leaves:
+                there = self.leaves[v.op].get(v.index) == v.width
+                _need(there, v, f"reads {v.op} {v.index}, of which there is none so wide")
+            elif v.op == "constant":
+                self.constant(v, v.index, (v.width,))
+            elif v.op == "matmul":
+                i, transposed = v.index
+                size = v.args[0].width, v.width
+                self.constant(v, i, size[::-1] if transposed else size)
+
+    def constant(self, v: Value, i: int, size: tuple[int, ...]) -> None:
+        """A row [k] or a matrix [k, m] of what is computed once: always the same size."""
+        _need(0 <= i < self.constants, v, f"reads constant {i} of {self.constants}")
+        _need(self.sizes.setdefault(i, size) == size, v, f"reads constant {i} as {size} and as {self.sizes[i]}")
 
 
 def _pointwise(v: Value) -> None:

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -324,8 +325,9 @@ def _check_shares(streams: int, processes: Processes) -> None:
 
 
 def _try(model: LanguageModel, options: Options) -> None:
-    """One step. It can fail where the cell is the user's own; elsewhere it is a fault of ours."""
+    """One step of a copy, since what a cell keeps of it must not reach training. A cell of the user's own may fail."""
     try:
+        model = deepcopy(model)
         before = forms_of(model)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(torch.zeros(1, 1, dtype=torch.int64), model.initial_context(1))
