@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.states import State, Step, fitting, name_of, whole_number, zero_state
+from loopfold.states import State, Step, name_of, trials, whole_number, zero_state
 
 # ------------------------------------------------------------------ how W starts
 
@@ -130,11 +130,11 @@ def example_inputs(f: Step) -> list[Tensor | None]:
     [(1, 3)]
     """
     if isinstance(f, nn.Module):
-        fits, _ = fitting(f, start=_own_start(f))
+        found, _ = trials(f, start=_own_start(f))
     else:  # a function takes any size, so one number
-        fits = fitting(f, torch.zeros(1, 1), one_number)[0] or fitting(f, start=one_number)[0]
-    inputs = {id(fit.x): fit.x for fit in fits}
-    sizes = {key: {fit.size for fit in fits if id(fit.x) == key} for key in inputs}
+        found = trials(f, torch.zeros(1, 1), one_number)[0] or trials(f, start=one_number)[0]
+    inputs = {id(trial.x): trial.x for trial in found}
+    sizes = {key: {trial.size for trial in found if id(trial.x) == key} for key in inputs}
     return [x if x is None else x[:1] for key, x in inputs.items() if len(sizes[key]) == 1]  # one state goes with it
 
 
