@@ -1,4 +1,4 @@
-"""Bad input: each error says what came, what was needed, and where it can, what to type."""
+"""Bad input: each error says what it got, what it expected, and where it can, what to type."""
 
 import re
 from collections.abc import Callable
@@ -32,6 +32,14 @@ def holed(t: int, sequence: int) -> Tensor:
 
 def seq(n_in: int = 3, n: int = 5, k: int = 4) -> lf.SequenceToSequence:
     return lf.SequenceToSequence(lf.Elman(n_in, n), outputs=k)
+
+
+class Halves(lf.Feeding):
+    def known(self, y: Tensor, outputs: lf.Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor, outputs: lf.Outputs) -> Tensor:
+        return outputs.encode(y) / 2
 
 
 def check(case: Case) -> None:
@@ -460,6 +468,11 @@ KINDS: list[Case] = [
         lambda: lf.OutputRecurrence(3, 5, 4)(x(), None, lf.ScheduledSampling(0.5)),
         ValueError,
         "ScheduledSampling needs the targets y.",
+    ),
+    (
+        lambda: lf.VectorToSequence(lf.GRU(7, 5), 4)(x(2, 3), None, Halves(), steps=3),
+        ValueError,
+        "Halves needs the targets y. To feed the model's own outputs back, type feeding=lf.FreeRunning().",
     ),
     (lambda: lf.ScheduledSampling(1.5), ValueError, "ScheduledSampling needs a probability from 0 to 1; got 1.5."),
     (

@@ -29,8 +29,8 @@ def letters(model: Any) -> dict[str, Tensor]:
     return {"U": cell.U, "W": cell.W, "b": cell.b, "V": model.V, "c": model.c}
 
 
-def relative_error(came: Tensor, needed: Tensor) -> float:
-    return float((came - needed).norm() / needed.norm())
+def relative_error(got: Tensor, needed: Tensor) -> float:
+    return float((got - needed).norm() / needed.norm())
 
 
 def finite_difference(loss: Callable[[], Tensor], p: Tensor) -> Tensor:

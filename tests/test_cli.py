@@ -334,10 +334,10 @@ def test_a_comparison_that_was_cut_short_goes_on(here: Path, home: Path, monkeyp
         comparison.compare([open_run("run")], watcher=lambda name: Cut())
     checkpoint = here / "run" / "baselines" / "window" / "checkpoint.json"
     assert json.loads(checkpoint.read_text())["step"] < 20
-    came = compared()
+    got = compared()
     assert open_run(here / "run" / "baselines" / "window").metrics[-1]["epoch"] == 5.0
     shutil.rmtree(here / "run" / "baselines")
-    assert compared() == came
+    assert compared() == got
 
 
 def test_compare_two_runs_on_the_valid_text_without_neural_baselines(here: Path) -> None:
@@ -427,7 +427,10 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
         "--learning-rate must be above",
     ),
     "a seed too large": (("train", "text.txt", *NEW, "--seed", 2**64), "--seed must be from 0 to"),
-    "tied one-hot vectors": (("train", "text.txt", *NEW, "--tied", "--one-hot"), "no table to tie the readout to"),
+    "tied one-hot vectors": (
+        ("train", "text.txt", *NEW, "--tied", "--one-hot"),
+        "to tie the readout to: use --no-one-hot or --no-tied.",
+    ),
     "few words": (("train", "text.txt", *NEW, "--unit", "words", "--vocabulary-size", 2), "max_size of 3 or more"),
     "few subwords": (("train", "text.txt", *NEW, "--unit", "subwords", "--vocabulary-size", 9), "size of 256 or more"),
     "a device of no kind": (
@@ -456,6 +459,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
         ("draw", "run", "--steps", 5000, "--gradients"),
         "held-out text has only [0-9]+ steps; got --steps 5000",
     ),
+    "draw what is not fed back": (("draw", "lstm", "--feeding", "free"), "LSTM feeds no output back: leave out --feed"),
     "compare nothing": (("compare", "run", "none"), "there is no run folder none"),
     "compare no part": (("compare", "run", "--on", "train"), "there is no part 'train'; choose from test, valid"),
     "generate from nothing": (("generate", "none"), "there is no run folder none"),
@@ -464,7 +468,10 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "greedy and warm": (("generate", "run", "--greedy", "--temperature", 0.5), "choose one: --greedy, --beam, or"),
     "beam and top": (("generate", "run", "--beam", 2, "--top-k", 3), "choose one: --greedy, --beam, or a draw"),
     "beam and cold": (("generate", "run", "--beam", 2, "--temperature", 0), "choose one: --greedy, --beam, or a draw"),
-    "no probability": (("generate", "run", "--top-p", 2), "top_p is a probability above 0 and up to 1; got 2.0"),
+    "no probability": (
+        ("generate", "run", "--top-p", 2),
+        "loopfold: --top-p is a probability above 0 and up to 1; got 2.0",
+    ),
 }
 
 
@@ -538,6 +545,16 @@ def test_a_part_that_the_run_does_not_have(arguments: tuple[str, ...], here: Pat
     worked("train", "text.txt", "--out", "new", *TINY, "--split", "90/10/0", "--epochs", "0.01")
     refused(r"the run has no test text, only valid and train: choose with --on", *arguments, "--on", "test")
     assert "valid" in worked(*arguments)  # the best that there is
+
+
+@pytest.mark.parametrize("held_out", [("--split", "100/0/0"), ("--valid", "text.txt", "--test", "a.txt")], ids=str)
+def test_to_draw_gradients_of_a_run_without_held_out_text(held_out: tuple[str, ...], here: Path) -> None:
+    """There is no --on to choose another text with."""
+    (here / "a.txt").write_text("a")
+    worked("train", "text.txt", "--out", "new", *TINY, *held_out, "--epochs", "0.01")
+    said = loopfold("draw", "new", "--gradients", "--steps", 3).err
+    assert "has only 0 steps; got --steps 3. Type fewer, or leave out --gradients." in said
+    assert "--on" not in said
 
 
 @pytest.mark.parametrize("arguments", [USES[0], USES[1], USES[2]], ids=lambda a: str(a[0]))

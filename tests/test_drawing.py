@@ -418,8 +418,25 @@ def test_a_wiring_that_cannot_be() -> None:
     for wrong in ({"feeding": lf.FreeRunning()}, {"x": lf.When.LAST}, {"answers": lf.When.ONCE}):
         with pytest.raises(ValueError, match="every step"):
             replace(wiring, **wrong)
-    with pytest.raises(TypeError, match=r"Linear is no layer such as lf.Recurrent\(cell\)"):
+    with pytest.raises(TypeError, match=r"Linear is not a layer such as lf.Recurrent\(cell\)"):
         replace(wiring, recurrent=nn.Linear(3, 5))
+    wrong_kinds: list[tuple[dict[str, Any], str]] = [
+        ({"answers": "last"}, r"answers must be an object such as lf\.When\.EVERY; got 'last'"),
+        ({"answers": None}, "answers must be"),
+        ({"x": "every"}, r"x must be an object such as lf\.When\.EVERY; got 'every'"),
+        (
+            {"answers": lf.When.EVERY, "feeding": lf.FreeRunning},
+            r"feeding must be an object such as lf\.Teacher.*class",
+        ),
+        ({"encoder": lf.GRU(3, 5)}, r"encoder must be an object such as lf\.Recurrent\(cell\); got GRU"),
+        ({"recurrent": lf.Recurrent}, r"recurrent must be an object such as lf\.Recurrent\(cell\)"),
+        ({"readout": nn.Linear}, r"readout must be an object such as lf\.Readout"),
+        ({"outputs": 4}, r"outputs must be an object such as lf\.Classes\(4\); got 4"),
+        ({"targets": "x"}, "targets must be a function of x, such as lambda x: x; got 'x'"),
+    ]
+    for wrong, message in wrong_kinds:
+        with pytest.raises(TypeError, match=message):
+            replace(wiring, **wrong)
 
 
 def test_names_of_layers_and_directions_differ() -> None:

@@ -4,13 +4,14 @@ import io
 import math
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopfold as lf
@@ -136,6 +137,21 @@ def test_a_ramp_schedules_the_default_optimiser() -> None:
     assert model.weight.item() == pytest.approx(0.0015, rel=0.01)  # Adam moves by its rate: 1, 0.5, 0 and 0 thousandths
 
 
+def test_a_plateau_is_that_of_what_is_measured() -> None:
+    figures = iter([3.0, 2.0, 2.0, 1.0, 1.0])
+    model, optimiser = line(1.0)
+    rates: list[float] = []
+
+    def valid(model: nn.Module) -> float:
+        rates.append(optimiser.param_groups[0]["lr"])
+        return next(figures)
+
+    schedule = ReduceLROnPlateau(optimiser, factor=0.5, patience=0)
+    lf.fit(model, ONE, 9, loss=square, optimiser=optimiser, schedule=schedule, valid=valid, evaluate_every=2)
+    assert rates == [1.0, 1.0, 1.0, 0.5, 0.5]
+    assert optimiser.param_groups[0]["lr"] == 0.25
+
+
 def test_an_ordinary_module_with_a_loss() -> None:
     x = torch.linspace(-1, 1, 50)[:, None]
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -215,6 +231,24 @@ def test_with_lengths_the_loss_is_that_of_each_sequence_by_itself(
     assert fitted.losses[0] == pytest.approx(total / targets, rel=1e-5)
 
 
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=lambda o: type(o).__name__)
+def test_a_pattern_that_makes_its_targets_needs_x_alone(outputs: lf.Outputs) -> None:
+    model = PATTERNS["Autoencoder"](outputs)
+    x, y = data(model, 6, 3)
+    lengths = [6, 2, 5]
+
+    def first(batch: Any) -> float:
+        return lf.fit(deepcopy(model), [batch], 1).losses[0]
+
+    assert first(x) == first((x,)) == first((x, y)) == first((x, y.clone(), None))
+    assert first((x, None, lengths)) == first((x, y, lengths)) != first(x)
+    for other in (y.roll(1, 0), y[:-1], "y"):
+        with pytest.raises(ValueError, match=r"Autoencoder makes its targets from x: got a y that .*type \(x,\) or"):
+            first((x, other))
+    with pytest.raises(ValueError, match="a y that differs"):
+        first((x, y.roll(1, 0), lengths))
+
+
 def test_scheduled_sampling_moves_with_the_step() -> None:
     """A batch may hold anything for a loss of one's own: here what is fed back at this step."""
     model = lf.OutputRecurrence(SIZE, 8, outputs=SIZE)
@@ -253,7 +287,7 @@ def test_batches_may_be_a_data_loader_read_epoch_after_epoch() -> None:
     lf.fit(line()[0], loader, 3 * len(loader), loss=loss)
     epochs = [seen[:6], seen[6:12], seen[12:]]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4, 5] for epoch in epochs)
-    assert epochs[0] != epochs[1]  # shuffled anew
+    assert epochs[0] != epochs[1]  # shuffled again
 
 
 def test_batches_may_be_a_function_of_the_step() -> None:
@@ -281,7 +315,7 @@ def test_a_batch_that_is_no_tuple_is_one_argument() -> None:
 def test_a_spent_generator_gives_one_clear_error() -> None:
     with pytest.raises(ValueError, match=r"after 3 of 10 steps.*got a generator, expected a list, a DataLoader"):
         lf.fit(line()[0], (batch for batch in ONE * 3), 10, loss=square)
-    with pytest.raises(ValueError, match=r"after 0 of 10 steps.*got a list"):
+    with pytest.raises(ValueError, match="batches is empty: got a list with no batch, expected at least one"):
         lf.fit(line()[0], [], 10, loss=square)
 
 
@@ -435,6 +469,8 @@ def test_a_loss_is_one_number() -> None:
         lf.fit(line()[0], [torch.ones(2, 1)], 3, loss=lambda model, x: 1.0)  # type: ignore[arg-type, return-value]
 
 
+MODEL, OPTIMISER = line()
+LBFGS = torch.optim.LBFGS(MODEL.parameters())
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no steps": ({"steps": 0}, "steps as a whole number of at least 1"),
     "steps that are no number": ({"steps": 1e3}, "steps as a whole number"),
@@ -445,18 +481,50 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "patience alone": ({"patience": 3}, "patience needs something to measure"),
     "clip": ({"clip": 0.0}, "clip: got 0.0, expected a number above 0, or None"),
     "optimiser": ({"optimiser": torch.optim.Adam}, "optimiser: got .* expected one such as torch.optim.Adam"),
+    "LBFGS": ({"optimiser": LBFGS}, "LBFGS computes the loss several times a step: expected .* torch.optim.Adam"),
     "another's optimiser": ({"optimiser": line()[1]}, "no parameter of this model"),
     "another's schedule": ({"schedule": CosineAnnealingLR(line()[1], 3)}, "type optimiser=schedule.optimizer"),
     "a generator": ({"valid": (batch for batch in ONE)}, "got a generator, expected a list"),
     "nothing to measure": ({"valid": []}, "valid is empty"),
+    "a number to measure": ({"valid": 3}, "valid: got 3, expected a list, a DataLoader or a function model -> number"),
+    "a figure that is none": ({"valid": lambda model: None}, "valid is a function that gives one number: got None"),
+    "figures": ({"valid": lambda model: torch.ones(2)}, r"gives one number: got tensor\(\[1., 1.\]\)"),
+    "a valid without the model": ({"valid": lambda: 1.0}, "valid: got a function that does not take one argument"),
+    "no batches": ({"batches": None}, "batches: got None, expected a list, a DataLoader or a function step -> batch"),
+    "batches by name": ({"batches": "train"}, "batches: got 'train', expected a list"),
+    "batches without the step": (
+        {"batches": lambda: ONE[0]},
+        "batches: got a function that does not take one argument, expected a function step -> batch",
+    ),
+    "clip as text": ({"clip": "1"}, "clip: got '1', expected a number above 0, or None"),
+    "a schedule by name": ({"schedule": "cosine"}, "schedule: got 'cosine', expected one of torch's schedulers, or a"),
+    "the class of a schedule": ({"schedule": CosineAnnealingLR}, "schedule: got <class .* expected one of torch's"),
+    "a model by name": ({"model": "lstm"}, "model: got 'lstm', expected one such as lf.SequenceToOne"),
+    "the class of a model": ({"model": nn.Linear}, "model: got <class .* expected one such as"),
+    "a frozen model": (
+        {"model": nn.Linear(1, 1).requires_grad_(False)},
+        r"no parameter to train, all are frozen: type model.requires_grad_\(\)",
+    ),
+    "a plateau alone": (
+        {"model": MODEL, "optimiser": OPTIMISER, "schedule": ReduceLROnPlateau(OPTIMISER)},
+        "ReduceLROnPlateau needs something to measure: got valid=None",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_say_what_is_wrong(name: str) -> None:
     options, message = WRONG[name]
+    given = {"model": line()[0], "batches": ONE, "steps": 2, "loss": square, **options}
     with pytest.raises((ValueError, TypeError), match=message):
-        lf.fit(line()[0], ONE, **{"steps": 2, "loss": square, **options})
+        lf.fit(**given)
+
+
+def test_an_optimiser_of_frozen_parameters_is_refused() -> None:
+    both = nn.ModuleList([line()[0], line()[0]])
+    both[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="the optimiser has no parameter of this model to train"):
+        lf.fit(both, ONE, 1, loss=square, optimiser=torch.optim.SGD(both[0].parameters()))
 
 
 # ------------------------------------------------------------------ looking on

@@ -65,9 +65,9 @@ def table_of(model: lf.RecurrentLM) -> nn.Parameter:
     return found
 
 
-def assert_same_context(came: Context, needed: Context) -> None:
-    assert torch.equal(came.last, needed.last)
-    assert_same(leaves(came.memory), leaves(needed.memory))
+def assert_same_context(got: Context, needed: Context) -> None:
+    assert torch.equal(got.last, needed.last)
+    assert_same(leaves(got.memory), leaves(needed.memory))
 
 
 # ------------------------------------------------------------------ what holds for every model
@@ -125,8 +125,8 @@ def test_a_short_text_in_a_batch_is_that_text_alone(name: str) -> None:
             alone = model(tokens[:n, i : i + 1], own)
             assert_same(scored[0].nll[:n, i], alone.nll[:, 0])
             assert not scored[0].nll[n:, i].any()
-            for came in scored:
-                assert_same_context(map_state(lambda leaf: leaf[i : i + 1], came.context), alone.context)  # noqa: B023
+            for got in scored:
+                assert_same_context(map_state(lambda leaf: leaf[i : i + 1], got.context), alone.context)  # noqa: B023
             total = total + alone.nll.sum()
         if list(model.parameters()):
             assert isinstance(total, Tensor)
@@ -174,10 +174,10 @@ def test_the_window_is_its_formula(span: int, tau: int, batch: int) -> None:
                 a = a + E[token] @ model.U[span - k]
             o = c + V @ torch.tanh(a)
             needed[t, i] = o.exp().sum().log() - o[tokens[t, i]]
-    came = model(tokens, model.initial_context(batch)).nll
-    assert_same(came, needed)
+    got = model(tokens, model.initial_context(batch)).nll
+    assert_same(got, needed)
     weights = randn(tau, batch)
-    assert_same(gradients((came * weights).sum(), model), gradients((needed * weights).sum(), model))
+    assert_same(gradients((got * weights).sum(), model), gradients((needed * weights).sum(), model))
 
 
 @pytest.mark.parametrize(("width", "layers"), [(1, 1), (2, 1), (2, 3), (3, 2)])
@@ -197,9 +197,9 @@ def test_the_convolution_is_torchs(width: int, layers: int) -> None:
             h = h[..., -new.shape[-1] :] + torch.relu(new)
         o = model.readout(h.permute(2, 0, 1))
         needed = -o.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-        came = model(tokens, model.initial_context(batch)).nll
-        assert_same(came, needed)
-        assert_same(gradients(came.sum(), model), gradients(needed.sum(), model))
+        got = model(tokens, model.initial_context(batch)).nll
+        assert_same(got, needed)
+        assert_same(gradients(got.sum(), model), gradients(needed.sum(), model))
 
 
 @pytest.mark.parametrize("name", ["WindowLM 1", "WindowLM 4", "ConvolutionLM 2·2", "ConvolutionLM 3"])
@@ -250,10 +250,10 @@ def test_a_recurrent_model_is_torchs(kind: type[nn.RNN | nn.LSTM | nn.GRU], laye
         x = torch.cat([torch.full((1, batch), SIZE), tokens[:-1]])
         o = readout(network(embedding(x))[0])
         needed = F.cross_entropy(o.flatten(0, 1), tokens.flatten(), reduction="none").view(tau, batch)
-        came = ours(tokens, ours.initial_context(batch)).nll
-        assert_same(came, needed, 1e-10)
+        got = ours(tokens, ours.initial_context(batch)).nll
+        assert_same(got, needed, 1e-10)
 
-        g = gradients((came * weights).sum(), ours)
+        g = gradients((got * weights).sum(), ours)
         theirs = gradients(
             (needed * weights).sum(),
             {"E": embedding.weight, "V": readout.weight, "c": readout.bias, **dict(network.named_parameters())},

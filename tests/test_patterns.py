@@ -1,6 +1,7 @@
 """The shapes of network: what is read, where outputs stand, what flows on."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -271,6 +272,50 @@ def test_a_pattern_is_explained_as_it_is_run(name: str, engine: lf.Engine | None
     assert {type(part.engine) for part in parts.values()} == {type(engine or lf.Auto())}
 
 
+class Wrapped(lf.Feeding):
+    """Another feeding, inside one of one's own."""
+
+    def __init__(self, inner: lf.Feeding) -> None:
+        self.inner = inner
+
+    def known(self, y: Tensor, outputs: lf.Outputs) -> None:
+        return None
+
+    def next(self, o: Tensor, y: Tensor, outputs: lf.Outputs) -> Tensor:
+        return self.inner.next(o, y, outputs) + 0 * outputs.encode(y)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's generator", "a generator of one's own"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: lf.ScheduledSampling(0.5, generator=g),
+        lambda g: lf.ScheduledSampling(0.5, lf.Sample(g)),
+        lambda g: lf.FreeRunning(lf.Sample(g)),
+        lambda g: Wrapped(lf.FreeRunning(lf.Sample(g))),
+    ],
+)
+def test_an_explanation_draws_no_random_numbers(
+    make: Callable[[torch.Generator | None], lf.Feeding], own: bool
+) -> None:
+    generator = torch.Generator()
+    feeding = make(generator if own else None)
+    y = torch.randint(4, (9, 2))
+    for model, x in (
+        (lf.OutputRecurrence(3, 5, 4), randn(9, 2, 3).float()),
+        (lf.VectorToSequence(lf.GRU(7, 5), 4), randn(2, 3).float()),
+    ):
+        results = []
+        for explained in (False, True):
+            generator.manual_seed(0)
+            torch.manual_seed(0)
+            if explained:
+                model.explain(x, y, feeding)
+                model.explain(x, y, feeding=feeding)
+            results.append(model(x, y, feeding))
+        assert torch.equal(*results)
+
+
 def test_the_explanation_has_the_sizes_that_each_layer_reads() -> None:
     model, given = patterns(lf.Looped())["EncoderDecoder"]
     encoder, decoder = model.explain(*given).split("\n\n")
@@ -287,5 +332,7 @@ def test_output_recurrence_says_how_it_is_run() -> None:
         "OutputToHidden: all steps at once, since what is fed back is known beforehand; no engine is needed."
     )
     assert "a plain loop of 7 steps, since each waits" in model.explain(x, feeding=lf.FreeRunning())
+    assert "a plain loop of 1 step, since each waits" in model.explain(x[:1], feeding=lf.FreeRunning())
+    assert "all steps at once" in model.explain(x[:1], y[:1])
     with pytest.raises(ValueError, match="Looped cannot run OutputRecurrence: its loop goes through the output"):
         lf.OutputRecurrence(3, 5, 4, engine=lf.Looped())

@@ -241,6 +241,21 @@ class Twice(RecurrentLayer):
         return self.layer.hidden_size
 
 
+class Ones(RecurrentLayer):
+    """A layer with no recurrence inside."""
+
+    def forward(self, x: Any = None, state: Any = None, lengths: Any = None) -> lf.Unfolding:
+        h = torch.ones(*x.shape[:2], 1)
+        return lf.Unfolding(h, h[-1], h, h[-1])
+
+    def initial_state(self, batch: int) -> Any:
+        return torch.ones(batch, 1)
+
+    @property
+    def hidden_size(self) -> int:
+        return 1
+
+
 def test_an_engine_is_that_of_every_recurrence_inside() -> None:
     own = lf.Recurrent(lf.GRU(3, 5), lf.Sequential())
     both = lf.Bidirectional(own, lf.GRU(3, 4))
@@ -250,6 +265,8 @@ def test_an_engine_is_that_of_every_recurrence_inside() -> None:
     with pytest.raises(TypeError, match="engine must be an object such as lf.Auto"):
         lf.Stacked([own], engine="looped")  # type: ignore[arg-type]
     assert own.engine == lf.Looped()
+    with pytest.raises(TypeError, match="engine must be an object such as lf.Auto"):
+        lf.Stacked([Ones()], engine="looped")  # type: ignore[arg-type]
 
 
 def test_every_layer_is_explained() -> None:

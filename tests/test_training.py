@@ -421,7 +421,7 @@ UNBUILDABLE: list[tuple[dict[str, Any], str]] = [
     ({"cell": "lsmt"}, "there is no cell 'lsmt'; .*Did you mean 'lstm'?"),
     ({"cell": "my.py"}, "say which one is the cell: my.py:MyCell"),
     ({"cell": "nowhere.py:MyCell"}, "there is no file nowhere.py"),
-    ({"one_hot": True, "tied": True}, "one-hot vectors have no table to tie"),
+    ({"one_hot": True, "tied": True}, "one-hot vectors have no table to tie .*: use one_hot=False or tied=False"),
     (
         {"tied": True, "embedding_size": 3},
         "tied weights need an embedding of the hidden size, 8; got 3. Or untie them: tied=False.",

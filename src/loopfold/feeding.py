@@ -1,15 +1,17 @@
 """What an output means, and what goes back in at the next step: the truth, the model's own outputs, or a mixture."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loopfold.errors import Argument, OptionError
 from loopfold.states import whole_number
 
 # ------------------------------------------------------------------ what an output means
@@ -190,7 +192,7 @@ class Sample(Pick):
         if self.top_k is not None:
             whole_number("Sample", "top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability above 0 and up to 1; got {self.top_p}.")
+            raise OptionError(Argument("top_p"), f" is a probability above 0 and up to 1; got {self.top_p}.")
 
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.sample(self.narrowed(o), self.generator)
@@ -219,7 +221,8 @@ class Sample(Pick):
 class Feeding(ABC):
     """What step t+1 reads as "the output of step t".
 
-    `known` and `next` are what runs. The attributes say what `next` reads, for those who draw it.
+    `known` and `next` are what runs. The attributes say what `next` reads, for those who draw it; with `reads_truth`,
+    a pattern refuses to run without targets, so `y` is never None.
     """
 
     reads_truth: ClassVar[bool] = True  # the target y(t)
@@ -232,11 +235,11 @@ class Feeding(ABC):
         return self.reads_own and (self.pick is None or self.pick.flows)
 
     @abstractmethod
-    def known(self, y: Tensor | None, outputs: Outputs) -> Tensor | None:
+    def known(self, y: Any, outputs: Outputs) -> Tensor | None:
         """Every vector fed back, y(1…τ) as `[τ, batch, size]`, where none needs the model's outputs; else None."""
 
     @abstractmethod
-    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
+    def next(self, o: Tensor, y: Any, outputs: Outputs) -> Tensor:
         """The vector fed back after one step, from its output `o [batch, size]` and its target `y`."""
 
 
@@ -246,11 +249,11 @@ class TeacherForcing(Feeding):
 
     reads_own = False
 
-    def known(self, y: Tensor | None, outputs: Outputs) -> Tensor:
-        return outputs.encode(_needed(y, self))
+    def known(self, y: Tensor, outputs: Outputs) -> Tensor:
+        return outputs.encode(y)
 
-    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
-        return outputs.encode(_needed(y, self)).to(o.dtype)
+    def next(self, o: Tensor, y: Tensor, outputs: Outputs) -> Tensor:
+        return outputs.encode(y).to(o.dtype)
 
 
 @dataclass(frozen=True)
@@ -327,8 +330,8 @@ class ScheduledSampling(Feeding):
     def known(self, y: Tensor | None, outputs: Outputs) -> None:
         return None
 
-    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
-        truth = outputs.encode(_needed(y, self)).to(o.dtype)
+    def next(self, o: Tensor, y: Tensor, outputs: Outputs) -> Tensor:
+        truth = outputs.encode(y).to(o.dtype)
         coins = (1 if self.coin is Coin.STEP else o.shape[0], 1)
         device = o.device if self.generator is None else self.generator.device
         own = torch.rand(coins, generator=self.generator, device=device).to(o.device) < self.probability
@@ -357,15 +360,30 @@ class GeneralisedTeacherForcing(Feeding):
     def known(self, y: Tensor | None, outputs: Outputs) -> None:
         return None
 
-    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
-        truth = outputs.encode(_needed(y, self)).to(o.dtype)
+    def next(self, o: Tensor, y: Tensor, outputs: Outputs) -> Tensor:
+        truth = outputs.encode(y).to(o.dtype)
         return (1 - self.alpha) * self.pick(o, outputs) + self.alpha * truth
 
 
-def _needed(y: Tensor | None, feeding: Feeding) -> Tensor:
-    if y is None:
-        raise ValueError(
-            f"{type(feeding).__name__} needs the targets y. To feed the model's own outputs back, "
-            f"type feeding=lf.FreeRunning()."
-        )
-    return y
+# ------------------------------------------------------------------ random numbers
+
+
+@contextmanager
+def as_if_undrawn(*given: Any) -> Iterator[None]:
+    """Afterwards, the generators among `given`, and those that its feedings and picks hold, are as they were before."""
+    states = [(generator, generator.get_state()) for generator in _generators(given)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _generators(given: Any) -> list[torch.Generator]:
+    if isinstance(given, torch.Generator):
+        return [given]
+    if isinstance(given, Feeding | Pick):
+        given = {**vars(type(given)), **vars(given)}.values()  # it may hold another feeding or pick
+    elif not isinstance(given, tuple):
+        return []
+    return [generator for part in given for generator in _generators(part)]

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once, on the disk: nobody sees half of it, and if this fails the old one stays."""
+    """Replace a file at once, on the disk: no reader sees half of it, and if this fails the old one stays."""
     new = path.with_name(f"{path.name}.{token_hex(4)}.new")  # its own, should another process write the same file
     try:
         with new.open("xb") as file:  # never through a link that someone has put there

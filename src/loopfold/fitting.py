@@ -1,22 +1,25 @@
 """One optimiser loop for any pattern and any batches; `fit` is to be read from top to bottom."""
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from numbers import Real
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Dataset
 
 from loopfold.drawing.figure import CYCLE, Drawing, new_figure, style
 from loopfold.evaluation import evaluating
 from loopfold.patterns import Pattern, When
-from loopfold.states import in_evaluation, whole_number
+from loopfold.states import alive, in_evaluation, whole_number
 from loopfold.training.loop import Diverged
 
 Batches = Iterable[Any] | Callable[[int], Any]
@@ -81,13 +84,14 @@ def fit(
     """Train `model` in place for a number of `steps`, one batch each.
 
     `batches`    (x, y) or (x, y, lengths), time first: a list, a DataLoader or the like, read again when it ends (ten
-                 epochs are `steps=10 * len(loader)`); or a function of the step, which gets 0, 1, …
+                 epochs are `steps=10 * len(loader)`); or a function of the step, which gets 0, 1, …; (x,) or
+                 (x, None, lengths) for a pattern that makes its targets from x, such as `Autoencoder`
     `loss`       `loss(model, *batch)`, a tensor of one number; by default a pattern's own, the mean over its targets
                  (an EncoderDecoder reads lengths as those of x: all of y counts). With a loss, a batch may hold
                  anything, for example `lambda i: (x, y, feeding.at(i))`
     `optimiser`  by default Adam with a learning rate of 0.001
     `schedule`   of the learning rate: one of torch's schedulers, or a function of the step that gives a factor, such as
-                 `lf.Ramp(1, 0, over=2000)`
+                 `lf.Ramp(1, 0, over=2000)`; `ReduceLROnPlateau` follows `valid`, one step a measurement
     `clip`       the largest norm that a gradient may have; None: any
     `valid`      what to measure every `evaluate_every` steps and after the last: a function of the model, the lower the
                  better, or batches, for the mean of their losses. The model ends with its best weights, not its last
@@ -106,9 +110,10 @@ def fit(
     (True, True)
     """
     loss = loss or _own_loss
+    _check_model(model, optimiser, schedule)
+    _check(batches, schedule, clip, valid, steps=steps, evaluate_every=evaluate_every, patience=patience)
     if optimiser is None:
         optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-    _check(optimiser, model, schedule, clip, valid, steps=steps, evaluate_every=evaluate_every, patience=patience)
     if schedule is not None and not isinstance(schedule, LRScheduler):
         schedule = LambdaLR(optimiser, schedule)
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
@@ -134,15 +139,17 @@ def fit(
                 losses.append(L.item())
                 check_finite("loss and gradient's norm must be finite", losses[-1], norm.item())
                 optimiser.step()
-                if schedule is not None:
+                if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
                     schedule.step()
                 tell(step, losses[-1])
 
                 if valid is None or (step % evaluate_every and step != steps):
                     continue
                 with evaluating(model):
-                    figures[step] = float(valid(model)) if callable(valid) else _mean(valid, model, loss, device)
+                    figures[step] = _figure(valid(model)) if callable(valid) else _mean(valid, model, loss, device)
                 check_finite("what valid gives must be finite", figures[step])
+                if isinstance(schedule, ReduceLROnPlateau):
+                    schedule.step(figures[step])
                 misses += 1
                 if not best or figures[step] < figures[best]:
                     best, best_weights, misses = step, deepcopy(model.state_dict()), 0
@@ -164,6 +171,8 @@ def _drawn(batches: Batches, steps: int) -> Iterator[Any]:
             step += 1
             if step == steps:
                 return
+        if step == 0:
+            raise ValueError(f"batches is empty: got a {type(batches).__name__} with no batch, expected at least one.")
         if step == begun:
             raise ValueError(
                 f"batches ended after {step} of {steps} steps, and there was nothing when they were read again: got a "
@@ -181,6 +190,13 @@ def _loss_of(batch: Any, model: nn.Module, loss: Loss, device: torch.device) -> 
     return L
 
 
+def _figure(measured: Any) -> float:
+    try:
+        return float(measured)
+    except (TypeError, ValueError, RuntimeError):  # the last where it is a tensor of several numbers
+        raise TypeError(f"valid is a function that gives one number: got {measured!r}.") from None
+
+
 def _mean(batches: Iterable[Any], model: nn.Module, loss: Loss, device: torch.device) -> float:
     losses = [float(_loss_of(batch, model, loss, device)) for batch in batches]
     if not losses:
@@ -195,16 +211,32 @@ def _own_loss(model: nn.Module, *batch: Any) -> Tensor:
             f"{type(model).__name__} has no loss of its own: got loss=None, expected a function loss(model, *batch), "
             f"such as loss=lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y)."
         )
-    if len(batch) not in (2, 3):
+    wiring = model.wiring
+    if not (2 if wiring.targets is None else 1) <= len(batch) <= 3:
         got = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in batch)
         raise ValueError(f"got a batch of {got}; expected (x, y) or (x, y, lengths). For one batch, type [(x, y)].")
-    x, y, lengths = (*batch, None)[:3]
-    o = model.given(x, y) if lengths is None else model.given(x, y, lengths)
-    wiring = model.wiring
+    x, y, lengths = (*batch, None, None)[:3]
     of_targets = wiring.answers is When.EVERY and (wiring.encoder is None or wiring.targets is not None)
+    if wiring.targets is not None:
+        own = wiring.targets(x)
+        if y is not None and not _same(own, y, lengths if of_targets else None):
+            raise ValueError(
+                f"{type(model).__name__} makes its targets from x: got a y that differs from them. "
+                f"Leave it out: type (x,) or (x, None, lengths)."
+            )
+        y = own
+    o = model.given(x, y) if lengths is None else model.given(x, y, lengths)
     if lengths is None or not of_targets:
         return model.loss(o, y) / o.shape[:-1].numel()
     return model.loss(o, y, lengths) / int(torch.as_tensor(lengths).sum())
+
+
+def _same(own: Tensor, y: Any, lengths: Any) -> bool:
+    """Whether these are the same targets, padding aside."""
+    if not isinstance(y, Tensor) or own.shape != y.shape:
+        return False
+    same = own == y
+    return bool((same if lengths is None else same | ~alive(own, torch.as_tensor(lengths))).all())
 
 
 @contextmanager
@@ -223,21 +255,56 @@ def _bar(steps: int) -> Iterator[Watch]:
         yield lambda step, loss: progress.update(task, completed=step, loss=loss)
 
 
-def _check(optimiser: Any, model: nn.Module, schedule: Any, clip: Any, valid: Any, **counts: Any) -> None:
+# ------------------------------------------------------------------ what can be asked for
+
+
+def _check_model(model: Any, optimiser: Any, schedule: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r}, expected one such as lf.SequenceToOne(lf.GRU(1, 8), outputs=2).")
+    trained = {p for p in model.parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("the model has no parameter to train, all are frozen: type model.requires_grad_().")
+    if optimiser is not None and not isinstance(optimiser, torch.optim.Optimizer):
+        raise TypeError(f"optimiser: got {optimiser!r}, expected one such as torch.optim.Adam(model.parameters()).")
+    if isinstance(optimiser, torch.optim.LBFGS):
+        raise TypeError("LBFGS computes the loss several times a step: expected an optimiser such as torch.optim.Adam.")
+    if optimiser is not None and not {p for group in optimiser.param_groups for p in group["params"]} & trained:
+        raise ValueError("the optimiser has no parameter of this model to train: make it of model.parameters().")
+    if schedule is not None and (isinstance(schedule, type) or not isinstance(schedule, LRScheduler | Callable)):
+        raise TypeError(
+            f"schedule: got {schedule!r}, expected one of torch's schedulers, or a function of the step that gives a "
+            f"factor, such as lf.Ramp(1, 0, over=2000)."
+        )
+    if isinstance(schedule, LRScheduler) and schedule.optimizer is not optimiser:
+        raise ValueError("the schedule is that of another optimiser: type optimiser=schedule.optimizer.")
+
+
+def _check(batches: Any, schedule: Any, clip: Any, valid: Any, **counts: Any) -> None:
     if isinstance(counts["steps"], Tensor):
         raise TypeError("steps: got a tensor, expected a number. For one batch, type fit(model, [(x, y)], steps).")
     for name, count in counts.items():
         if (name, count) != ("patience", None):
             whole_number("fit", name, count)
-    if not isinstance(optimiser, torch.optim.Optimizer):
-        raise TypeError(f"optimiser: got {optimiser!r}, expected one such as torch.optim.Adam(model.parameters()).")
-    if not {p for group in optimiser.param_groups for p in group["params"]} & {*model.parameters()}:
-        raise ValueError("the optimiser has no parameter of this model: make it of model.parameters().")
-    if isinstance(schedule, LRScheduler) and schedule.optimizer is not optimiser:
-        raise ValueError("the schedule is that of another optimiser: type optimiser=schedule.optimizer.")
-    if clip is not None and not clip > 0:
+    _check_source("batches", batches, "a function step -> batch")
+    if clip is not None and not (isinstance(clip, Real) and float(clip) > 0):
         raise ValueError(f"clip: got {clip!r}, expected a number above 0, or None for no clipping.")
     if isinstance(valid, Iterator):
         raise TypeError(f"valid is read many times: got a {type(valid).__name__}, expected a list. Type list(…).")
-    if counts["patience"] is not None and valid is None:
-        raise ValueError("patience needs something to measure: got valid=None, expected batches or a function.")
+    if valid is not None:
+        _check_source("valid", valid, "a function model -> number")
+    needs = {"patience": counts["patience"] is not None, "ReduceLROnPlateau": isinstance(schedule, ReduceLROnPlateau)}
+    for name, given in needs.items():
+        if given and valid is None:
+            raise ValueError(f"{name} needs something to measure: got valid=None, expected batches or a function.")
+
+
+def _check_source(name: str, source: Any, function: str) -> None:
+    if callable(source):
+        try:
+            inspect.signature(source).bind(None)
+        except TypeError:
+            raise TypeError(f"{name}: got a function that does not take one argument, expected {function}.") from None
+        except ValueError:
+            pass  # a function of C may not say what it takes
+    elif isinstance(source, str) or not isinstance(source, Iterable | Dataset):
+        raise TypeError(f"{name}: got {source!r}, expected a list, a DataLoader or {function}.")

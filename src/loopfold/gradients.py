@@ -357,7 +357,7 @@ def _verdict(reach: Tensor, rate: float, gated: bool) -> str:
         cell = "" if gated else ", or use a gated cell (lf.LSTM, lf.GRU)"
         grows = f"explodes after about {d} steps: it grows {rate:.3g}-fold with every step back"
         return (
-            f"{grows if d else 'explodes at once: it is no finite number'}. Clip the gradient "
+            f"{grows if d else 'explodes at once: it is not a finite number'}. Clip the gradient "
             f"(torch.nn.utils.clip_grad_norm_), start W smaller or orthogonal (recurrent_init=lf.Orthogonal()){cell}."
         )
     if float(reach.min()) < VANISHED:

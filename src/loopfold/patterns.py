@@ -2,7 +2,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine
 from loopfold.engines.sequential import Sequential
-from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs
+from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_if_undrawn, as_outputs
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine, explain_run
 from loopfold.states import State, Step, map_state, name_of, whole_number
 from loopfold.transitions import Transition
@@ -53,13 +52,20 @@ class Wiring:
     targets: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
+        for name, (kind, example) in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be an object such as {example}; got {value!r}.")
+        if self.targets is not None and not callable(self.targets):
+            raise TypeError(f"targets must be a function of x, such as lambda x: x; got {self.targets!r}.")
         if self.x is When.LAST:
             raise ValueError("x is read at every step or once for all steps: x=When.EVERY or When.ONCE.")
         if self.answers is When.ONCE or (self.answers is When.LAST and self.feeding is not None):
             raise ValueError("outputs are there after the last step, or at every step if they are fed back.")
         if not isinstance(self.recurrent, RecurrentLayer) and (self.feeding is None or self.encoder is not None):
             raise TypeError(
-                f"{name_of(self.recurrent)} is no layer such as lf.Recurrent(cell): it needs a feeding, and no encoder."
+                f"{name_of(self.recurrent)} is not a layer such as lf.Recurrent(cell): "
+                f"it needs a feeding, and no encoder."
             )
 
     @property
@@ -89,6 +95,17 @@ class Readout(nn.Module):
         return self.c + h @ self.V.T  # book (10.10)
 
 
+_KINDS: dict[str, tuple[Any, str]] = {  # of the fields of a wiring, with an example of each
+    "recurrent": (nn.Module, "lf.Recurrent(cell)"),
+    "readout": (Readout, "lf.Readout(hidden_size, outputs)"),
+    "outputs": (Outputs, "lf.Classes(4)"),
+    "x": (When | None, "lf.When.EVERY"),
+    "answers": (When, "lf.When.EVERY"),
+    "feeding": (Feeding | None, "lf.TeacherForcing()"),
+    "encoder": (RecurrentLayer | None, "lf.Recurrent(cell)"),
+}
+
+
 def _a_parameter_of(module: nn.Module | None) -> Tensor:
     parameters = () if module is None else module.parameters()
     return next((p.detach() for p in parameters if p.is_floating_point()), torch.empty(()))
@@ -98,7 +115,8 @@ class Pattern(nn.Module, ABC):
     """A network with outputs: `model(x, …)` gives `o`; `model.predict(x, …)` gives `o` with the run beneath it.
 
     A pattern of your own writes `predict`, `given` and `wiring`; then it is drawn and explained, and its gradients
-    followed, like ours. `engine=`, wherever a pattern takes it, runs every recurrence inside.
+    followed, like ours. `engine=`, wherever a pattern takes it, runs every recurrence inside: it is set on the layers
+    that are passed in, not on copies.
     """
 
     outputs: Outputs
@@ -128,15 +146,18 @@ class Pattern(nn.Module, ABC):
         Elman over τ = 1, batch 2, float32 on cpu: Sequential, because there is only one step, so no loop to compile.
           so 6 times, one after the other
         """
-        f, calls = self.wiring.recurrent, Counter[nn.Module]()
-        hook = f.register_forward_pre_hook(lambda f, inputs: calls.update([f]))
+        f, made = self.wiring.recurrent, list[Any]()
+        hook = f.register_forward_hook(lambda f, inputs, h: made.append(h))
         try:
-            texts = [explain_run(self, lambda: self.predict(*args, **options), code)]
+            with as_if_undrawn(*args, *options.values(), self.wiring.feeding):
+                texts = [explain_run(self, lambda: self.predict(*args, **options), code)]
         finally:
             hook.remove()
         if not isinstance(f, RecurrentLayer):
-            loop = f"a plain loop of {calls[f]} steps, since each waits for the output of the one before"
-            how = "all steps at once, since what is fed back is known beforehand" if calls[f] == 1 else loop
+            steps = f"{len(made)} step{'s'[: len(made) != 1]}"
+            loop = f"a plain loop of {steps}, since each waits for the output of the one before"
+            at_once = made[0].dim() == 3  # h is [τ, batch, n], not [batch, n]
+            how = "all steps at once, since what is fed back is known beforehand" if at_once else loop
             texts.append(f"{name_of(f)}: {how}; no engine is needed.")
         return "\n\n".join(filter(None, texts))
 
@@ -274,7 +295,7 @@ class OutputRecurrence(Pattern):
                 f"the state has shape {tuple(fed.shape)}; x has batch {x.shape[1]} and outputs are of size "
                 f"{self.outputs.size}, so it must be {(x.shape[1], self.outputs.size)}."
             )
-        known = _checked(feeding).known(y, self.outputs)
+        known = _checked(feeding, y).known(y, self.outputs)
         if known is not None:  # nothing waits: every step at once
             known = known.to(x.dtype)
             h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
@@ -349,7 +370,7 @@ class VectorToSequence(Pattern):
         check_steps(tau)
         _check_targets(y, tau, x.shape[0])
         start = x.new_zeros(x.shape[0], self.outputs.size)
-        known = _checked(feeding).known(y, self.outputs)
+        known = _checked(feeding, y).known(y, self.outputs)
         if known is not None:  # the inputs are known beforehand: one run over the sequence
             fed = torch.cat([start[None], known[:-1].to(x.dtype)])
             run = self.recurrent(torch.cat([x.expand(tau, *x.shape), fed], -1), state)
@@ -475,9 +496,14 @@ class Autoencoder(Pattern):
         return self(x, lengths=lengths)
 
 
-def _checked(feeding: Feeding) -> Feeding:
+def _checked(feeding: Feeding, y: Tensor | None) -> Feeding:
     if not isinstance(feeding, Feeding):
         raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
+    if feeding.reads_truth and y is None:
+        raise ValueError(
+            f"{type(feeding).__name__} needs the targets y. To feed the model's own outputs back, "
+            f"type feeding=lf.FreeRunning()."
+        )
     return feeding
 
 

@@ -112,11 +112,12 @@ def checked_engine(engine: Engine) -> Engine:
 
 
 def as_layer(layer: RecurrentLayer | Step, engine: Engine | None = None) -> RecurrentLayer:
-    """A transition as a layer; a layer as it is. `engine`, if one is given, runs every recurrence in it."""
+    """A transition as a layer; a layer as it is. `engine`, if one is given, is set on every recurrence in it."""
     made = layer if isinstance(layer, RecurrentLayer) else Recurrent(layer)
     if engine is not None:
+        checked_engine(engine)
         for part in recurrences_of(made).values():
-            part.engine = checked_engine(engine)
+            part.engine = engine
     return made
 
 
@@ -151,7 +152,7 @@ def explain_run(model: nn.Module, run: Callable[[], Any], code: bool) -> str:
         for name, part in parts.items()
     ]
     try:
-        with plain_loops(model), in_evaluation(model), torch.no_grad():  # no dropout, so no random numbers are drawn
+        with torch.random.fork_rng(_gpus(model)), plain_loops(model), in_evaluation(model), torch.no_grad():
             run()
     finally:
         for hook in hooks:
@@ -161,6 +162,10 @@ def explain_run(model: nn.Module, run: Callable[[], Any], code: bool) -> str:
         (f"{name}: " if len(parts) > 1 else "") + text + (f"\n  so {count} times, one after the other" * (count > 1))
         for (name, text), count in texts.items()
     )
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    return [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
 
 
 class VariationalDropout(nn.Module):
@@ -196,7 +201,7 @@ class Stacked(RecurrentLayer):
     """Layers on top of each other: each reads the hidden sequence of the one below. Dropout falls between them.
 
     `dropout` is a probability, or a module such as `VariationalDropout(0.3)`. `engine`, if one is given, runs every
-    recurrence inside; the same holds wherever layers are put together.
+    recurrence inside, here and wherever layers are put together: it is set on the layers passed in, not on copies.
     `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
 
     >>> Stacked([Elman(3, 5), LSTM(5, 4)], dropout=0.1)(torch.ones(7, 2, 3)).hidden.shape

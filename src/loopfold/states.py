@@ -132,9 +132,9 @@ _known_states: weakref.WeakKeyDictionary[nn.Module, dict[Any, State]] = weakref.
 
 
 def _one_state(f: Step, x: Tensor | None) -> State:
-    fits, error = fitting(f, x)
-    plainest = min((fit.structure for fit in fits), default=0)
-    states = {fit.size: fit.state for fit in fits if fit.structure == plainest}
+    found, error = trials(f, x)
+    plainest = min((trial.structure for trial in found), default=0)
+    states = {trial.size: trial.state for trial in found if trial.structure == plainest}
     if len(states) == 1:
         return next(iter(states.values()))
     if states:
@@ -153,7 +153,7 @@ def _one_state(f: Step, x: Tensor | None) -> State:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Trial:
     """An input and a state that a step maps onto a state of the same sizes."""
 
     x: Tensor | None  # [TRIAL_BATCH, …]; None for a step without input
@@ -165,9 +165,9 @@ class Fit:
 TRIAL_BATCH = 7  # odd enough that nothing fits by chance: `h, c = state` fails on a plain tensor
 
 
-def fitting(
+def trials(
     f: Step, x: Tensor | None = None, start: Callable[[int], State] | None = None
-) -> tuple[list[Fit], Exception | None]:
+) -> tuple[list[Trial], Exception | None]:
     """What `f` can be given, among zeros of the sizes that its parameters suggest; and what the first trial raised.
 
     `x [batch, …]` is an input, and `start(batch)` a state, where they are known. For each input, only the first
@@ -175,7 +175,7 @@ def fitting(
     """
     like = _a_tensor_of(f, x)
     inputs = _possible_inputs(f, like) if x is None else [x.new_zeros(TRIAL_BATCH, *x.shape[1:])]
-    found: list[Fit] = []
+    found: list[Trial] = []
     first: Exception | None = None
     for given in inputs:
         zeros = {n: like.new_zeros(TRIAL_BATCH, n) for n in sorted(_sizes(f, given))}
@@ -186,7 +186,7 @@ def fitting(
                 try:
                     state, new = _trial(f, make, given)
                     if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
-                        fits.append(Fit(given, new, n, structure))
+                        fits.append(Trial(given, new, n, structure))
                 except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
                     first = first or error
             found += fits

@@ -2,17 +2,16 @@
 
 import inspect
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
+from typing import Any, ClassVar, NamedTuple, Never, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.states import State, Step, fitting, name_of, whole_number, zero_state
+from loopfold.states import State, Step, name_of, trials, whole_number, zero_state
 
 # ------------------------------------------------------------------ how W starts
 
@@ -130,11 +129,11 @@ def example_inputs(f: Step) -> list[Tensor | None]:
     [(1, 3)]
     """
     if isinstance(f, nn.Module):
-        fits, _ = fitting(f, start=_own_start(f))
+        found, _ = trials(f, start=_own_start(f))
     else:  # a function takes any size, so one number
-        fits = fitting(f, torch.zeros(1, 1), one_number)[0] or fitting(f, start=one_number)[0]
-    inputs = {id(fit.x): fit.x for fit in fits}
-    sizes = {key: {fit.size for fit in fits if id(fit.x) == key} for key in inputs}
+        found = trials(f, torch.zeros(1, 1), one_number)[0] or trials(f, start=one_number)[0]
+    inputs = {id(trial.x): trial.x for trial in found}
+    sizes = {key: {trial.size for trial in found if id(trial.x) == key} for key in inputs}
     return [x if x is None else x[:1] for key, x in inputs.items() if len(sizes[key]) == 1]  # one state goes with it
 
 
@@ -153,9 +152,10 @@ class CellOptions(TypedDict, total=False):
 class Cell(Transition):
     """A transition with `U [k·n, n_in]`, `W [k·n, n]` and `b [k·n]`, one block of rows for each of its k gates.
 
-    A cell of this kind is its `gate_names` and its equations, `forward`; see `CELLS` for its name on the command line.
+    A cell of this kind is its `gate_names` and its equations, `forward`; one of the library also has a `stock_name`.
     """
 
+    stock_name: ClassVar[str]  # on the command line and in run folders, which outlive the name of a class
     state_type: ClassVar[type[Any] | None] = None  # a NamedTuple of tensors [batch, n]; None is one such tensor
     shown: ClassVar[tuple[str, ...]] = ()  # functions among the attributes that `print` shows
 
@@ -177,8 +177,11 @@ class Cell(Transition):
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        if unknown:  # Python would say "Cell.__init__()", but another class was called
+            raise TypeError(f"{name_of(self)}.__init__() got an unexpected keyword argument {next(iter(unknown))!r}")
         n_in = self.input_size = whole_number(name_of(self), "input_size", input_size)
         n = self.hidden_size = whole_number(name_of(self), "hidden_size", hidden_size)
         if not callable(recurrent_init):
@@ -193,9 +196,15 @@ class Cell(Transition):
         for block in self.W.detach().split(n):
             recurrent_init(block, generator)
 
+    __init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # `help` does not show `unknown`
+        [*inspect.signature(__init__).parameters.values()][:-1], return_annotation=None
+    )
+
     def initial_state(self, batch: int) -> State:
-        zeros = self.W.new_zeros(batch, self.hidden_size)
-        return zeros if self.state_type is None else self.state_type(*[zeros] * len(self.state_type._fields))
+        shape = batch, self.hidden_size
+        if self.state_type is None:
+            return self.W.new_zeros(shape)
+        return self.state_type(*(self.W.new_zeros(shape) for _ in self.state_type._fields))
 
     def start_gate(self, gate: str, bias: float | None) -> None:
         """Start one gate's part of `b` at a value; None leaves it as it is."""
@@ -218,6 +227,7 @@ class Elman(Cell):
     torch.Size([2, 5])
     """
 
+    stock_name = "elman"
     shown = ("activation",)
 
     def __init__(
@@ -251,6 +261,7 @@ class LSTM(Cell):
     torch.Size([2, 5])
     """
 
+    stock_name = "lstm"
     gate_names = ("i", "f", "g", "o")
     state_type = LSTMState
 
@@ -278,6 +289,7 @@ class LayerNormLSTM(Cell):
     torch.Size([2, 5])
     """
 
+    stock_name = "layernorm-lstm"
     gate_names = ("i", "f", "g", "o")
     state_type = LSTMState
 
@@ -314,6 +326,7 @@ class GRU(Cell):
     torch.Size([2, 5])
     """
 
+    stock_name = "gru"
     gate_names = ("r", "z", "n")
 
     def __init__(
@@ -343,6 +356,7 @@ class MGU(Cell):
     torch.Size([2, 5])
     """
 
+    stock_name = "mgu"
     gate_names = ("f", "n")
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
@@ -353,7 +367,9 @@ class MGU(Cell):
         return (1 - f) * h + f * n
 
 
-# The cells above by the names that the command line and run folders give them: LayerNormLSTM is "layernorm-lstm".
+# The cells above that have a name of their own, by that name; a class derived from one of them does not inherit it.
 CELLS: dict[str, type[Cell]] = {
-    re.sub(r"(?<=[a-z])(?=[A-Z]{2})", "-", kind.__name__).lower(): kind for kind in Cell.__subclasses__()
+    kind.stock_name: kind
+    for kind in [*globals().values()]
+    if isinstance(kind, type) and issubclass(kind, Cell) and "stock_name" in vars(kind)
 }

@@ -81,6 +81,8 @@ def draw(
         parts += ["circuit" if steps is None else f"{steps}-steps", *(["gradients"] if gradients else [])]
         parts += ["operations"] if operations else []
         path = picture.save(out or Path("-".join(filter(None, parts)) + ".svg"))
+    except OptionError:
+        raise
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
     except OSError as error:
@@ -90,15 +92,21 @@ def draw(
 
 def _of_run(path: Path, steps: int | None, trust: bool) -> "tuple[nn.Module, Tensor | None]":
     """The model of a run, and tokens for `steps` steps of its own held-out text."""
+    import torch
+
     from loopfold.errors import OptionError
     from loopfold.training.run import open_run
 
     run = open_run(path, trust=trust)
     if steps is None or steps < 1:
         return run.model, None
-    _, y = run.passages(steps)
+    try:
+        y = run.passages(steps)[1]
+    except OptionError:  # no text, or too little; its advice is to choose another part, which is not possible here
+        y = torch.empty(0)
     if len(y) < steps:
-        raise OptionError(f"the run's held-out text has only {len(y)} steps; got --steps {steps}.")
+        short = f"the run's held-out text has only {len(y)} steps; got --steps {steps}."
+        raise OptionError(f"{short} Type fewer, or leave out --gradients.")
     return run.model, y
 
 

@@ -174,6 +174,8 @@ def generate(
     try:
         pick = _pick(temperature, top_k, top_p, greedy, beam, seed, device)
         write(found.model, found.vocabulary, prompt, length, pick, show)
+    except OptionError:
+        raise
     except ValueError as error:
         raise OptionError(str(error)) from error
     typer.echo()

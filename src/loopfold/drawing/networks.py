@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from loopfold.drawing.circuit import Circuit, Level, Port, Role, Source, Values, Variable, same
 from loopfold.drawing.notation import symbol
+from loopfold.errors import Argument, OptionError
 from loopfold.feeding import Feeding
 from loopfold.patterns import Pattern, When, Wiring
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
@@ -31,7 +32,7 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
         raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
     drawn = _Drawn(model, level)
     if feeding is not None and (wiring is None or wiring.feeding is None):
-        raise ValueError(f"{drawn.circuit.name} feeds no output back, so it has no feeding: leave {feeding} out.")
+        raise OptionError(f"{drawn.circuit.name} feeds no output back: leave out ", Argument("feeding"), ".")
     if wiring is None:
         return drawn.layer_alone(as_layer(model), x)
     return drawn.network(wiring, feeding or wiring.feeding, x)

@@ -69,7 +69,7 @@ class HeatMap {
     this.repaint();
   }
 
-  // One pixel a cell, to be drawn large; anew when the content or the colours change.
+  // One pixel a cell, to be drawn large; again when the content or the colours change.
   repaint() {
     const { rows, columns, paint } = this._content;
     this.cells = new OffscreenCanvas(columns, rows);

@@ -353,7 +353,7 @@ class RunFolder:
             for pattern in ("weights-*.safetensors*", "state-*.safetensors*", "checkpoint.json.*.new"):
                 for path in self.path.glob(pattern):
                     if path.name not in named:
-                        with contextlib.suppress(OSError):  # it is in nobody's way
+                        with contextlib.suppress(OSError):  # it does no harm there
                             path.unlink(missing_ok=True)
 
     def _write(self, name: str, data: bytes) -> str:

@@ -38,6 +38,9 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
         if options.model == "convolution":
             layers = max(1, (options.span - 1).bit_length())
             return ConvolutionLM(vocabulary_size, 2, layers, n, options.dropout)
+        if options.one_hot and options.tied:
+            either = Argument("one_hot", False), " or ", Argument("tied", False)
+            raise OptionError("one-hot vectors have no table to tie the readout to: use ", *either, ".")
         embedding_size = None if options.one_hot else options.embedding_size or n
         first = vocabulary_size if embedding_size is None else embedding_size
         cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]

@@ -54,7 +54,9 @@ class Options:
     # the model
     model: str = _option("recurrent", "The network, or a baseline in its place", ("recurrent", "window", "convolution"))
     # a class is also accepted: it becomes its name
-    cell: str = _option("gru", "lstm, gru, elman, … or your own: path/to/file.py:Class.")
+    cell: str = _option(
+        "gru", "lstm, gru, elman, … or your own: path/to/file.py:Class. A wrong name is answered with all of them."
+    )
     hidden_size: int = _option(256, "Units in a layer.", AT_LEAST_1)
     layers: int = _option(1, "Layers on top of each other.", AT_LEAST_1)
     embedding_size: int | None = _option(None, "Numbers for each token; the hidden size by default.", AT_LEAST_1)

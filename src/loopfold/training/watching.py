@@ -1,4 +1,4 @@
-"""Who watches while a run trains: nobody, a terminal, TensorBoard."""
+"""What watches while a run trains: nothing, a terminal, TensorBoard."""
 
 import math
 import time
