@@ -1,5 +1,6 @@
 """On a GPU: the same values as on the CPU. Skipped where there is none."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_fused_gpu
 import torch
 import zoo
+from test_engines import SINGLE, errors
+from test_random_steps import assert_agrees_in_single_precision
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.engines import looped, programs, selfcheck
+from loopfold.engines import driver, looped, programs, selfcheck
+from loopfold.states import leaves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -33,6 +38,152 @@ def test_a_gpu_gives_what_the_cpu_gives(make: Callable[[int, int], nn.Module], l
     for engine in (lf.Sequential(), lf.Looped(), lf.Auto()):
         found = gradients(cell.cuda(), x.cuda(), lengths, engine)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+# ------------------------------------------------------------------ FusedGPU
+
+
+SMOOTH = [make for make in zoo.WITH_INPUT if make not in (zoo.relu_elman, zoo.irnn)]
+
+
+@pytest.mark.parametrize("make", zoo.WITH_INPUT, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("n", [3, 17, 128])
+def test_fused_kernels_agree_in_single_precision(make: Callable[[int, int], nn.Module], n: int) -> None:
+    for tau, batch, unequal in ((1, 1, False), (9, 11, True), (40, 16, False)):
+        if make not in SMOOTH and n * tau > 200:  # a unit that is nearly zero may be on either side of it
+            continue
+        cell, x = make(4, n), torch.randn(tau, batch, 4)
+        lengths = [1 + (7 * i) % tau for i in range(batch)] if unequal else None
+        truth = _everything(copy.deepcopy(cell).double(), x.double(), lengths, lf.Sequential())
+        theirs, ours = (_everything(cell.cuda(), x.cuda(), lengths, e) for e in (lf.Sequential(), lf.FusedGPU()))
+        # products have 22 bits, not 24; and a gradient that is a sum of large terms loses some of these
+        bound = max(5 * SINGLE, 20 * max(errors(theirs, truth).values()))
+        assert {k: error for k, error in errors(ours, truth).items() if not error <= bound} == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [lf.Elman, lf.LSTM, lf.GRU, lf.MGU, lf.LayerNormLSTM, zoo.PeepholeLSTM, zoo.Slots])
+def test_fused_kernels_in_half_precision(make: Callable[[int, int], nn.Module], dtype: torch.dtype) -> None:
+    cell, x = make(4, 64).to("cuda", dtype), torch.randn(30, 16, 4).to("cuda", dtype)
+    theirs, ours = (_everything(cell, x, None, e) for e in (lf.Sequential(), lf.FusedGPU()))
+    truth = _everything(cell.double(), x.double(), None, lf.Sequential())
+    assert max(errors(ours, truth).values()) <= 2 * max(errors(theirs, truth).values())
+
+
+def _everything(cell: nn.Module, x: Tensor, lengths: list[int] | None, engine: lf.Engine) -> dict[str, Tensor]:
+    """States and all gradients, for a loss that uses every state."""
+    cell.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    run = lf.unfold(cell, x, lengths=lengths, engine=engine)
+    states = {f"states {i}": leaf for i, leaf in enumerate(leaves(run.states))}
+    weights = torch.Generator().manual_seed(5)
+    losses = [(v.double() * torch.randn(v.shape, generator=weights).to(v.device)).sum() for v in states.values()]
+    torch.stack(losses).sum().backward()
+    sources = {"x": x, **dict(cell.named_parameters())}
+    found = states | {f"∇{k}": p.grad for k, p in sources.items() if p.grad is not None}
+    return {k: v.detach().double().cpu() for k, v in found.items()}
+
+
+@pytest.mark.parametrize("make", [*test_fused_gpu.STATEFUL], ids=lambda m: m.__name__)
+def test_odd_states_on_a_gpu(make: Callable[[], nn.Module]) -> None:
+    cell, x = make(), torch.randn(9, 11, test_fused_gpu.STATEFUL[make])
+    truth = _everything(copy.deepcopy(cell).double(), x.double(), None, lf.Sequential())
+    ours = _everything(cell.cuda(), x.cuda(), None, lf.FusedGPU())
+    assert max(errors(ours, truth).values()) <= 5 * SINGLE
+
+
+def test_tf32_as_torch_is_told() -> None:
+    cell, x = lf.LSTM(8, 128).cuda(), torch.randn(20, 16, 8).cuda()
+    exact = lf.unfold(cell, x, engine=lf.FusedGPU()).hidden
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        rough = lf.unfold(cell, x, engine=lf.FusedGPU()).hidden
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert 1e-6 < float((exact - rough).detach().abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_steps_on_a_gpu(seed: int) -> None:
+    assert_agrees_in_single_precision(seed, lf.FusedGPU(), "cuda")
+
+
+@pytest.mark.parametrize(("n", "batch"), [(1, 1), (5, 300), (64, 2000), (600, 3), (1024, 130)])
+def test_small_and_large_sizes(n: int, batch: int) -> None:
+    cell, x = lf.GRU(3, n).cuda(), torch.randn(6, batch, 3).cuda()
+    theirs, ours = (_everything(cell, x, None, e) for e in (lf.Sequential(), lf.FusedGPU()))
+    assert max(errors(ours, theirs).values()) <= 2e-5
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    cell, x = lf.LSTM(3, 6000).cuda(), torch.randn(9, 2, 3).cuda()
+    with pytest.raises(ValueError, match="it does not fit into the registers"):
+        lf.unfold(cell, x, engine=lf.FusedGPU())
+    assert "Looped, because FusedGPU cannot run it: it does not fit" in lf.Recurrent(cell).explain(x)
+
+
+def test_a_graph_of_cuda_can_capture_a_run_with_its_way_back() -> None:
+    cell, x = lf.LSTM(8, 64).cuda(), torch.randn(20, 16, 8, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        cell.zero_grad()
+        x.grad = None
+        lf.unfold(cell, x, engine=lf.FusedGPU()).hidden.square().sum().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(selfcheck.FIRST + 1):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    with torch.no_grad():
+        x.copy_(torch.randn(20, 16, 8))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.grad is not None
+    assert cell.W.grad is not None
+    replayed = x.grad.clone(), cell.W.grad.clone()
+    step()
+    torch.testing.assert_close(replayed, (x.grad, cell.W.grad))
+
+
+def test_runs_on_several_streams_are_equal_bit_for_bit() -> None:
+    cells = [lf.LSTM(8, 256).cuda().bfloat16() for _ in range(2)]
+    x = torch.randn(50, 16, 8).cuda().bfloat16()
+    alone = [lf.unfold(cell, x, engine=lf.FusedGPU()).hidden.detach() for cell in cells]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cells]
+    found: list[list[Tensor]] = [[] for _ in cells]
+    for _ in range(200):
+        for stream, cell, results in zip(streams, cells, found, strict=True):
+            with torch.cuda.stream(stream), torch.no_grad():
+                results.append(lf.unfold(cell, x, engine=lf.FusedGPU()).hidden)
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, expected) for results, expected in zip(found, alone, strict=True) for one in results)
+
+
+def test_a_block_that_is_lost_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, x = lf.Elman(8, 512).cuda(), torch.randn(10, 8, 8).cuda()
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return lf.unfold(cell, x, engine=lf.FusedGPU()).hidden
+
+    before = [run() for _ in range(selfcheck.FIRST + 1)][-1]  # later runs are not looked at at once
+    launch = driver.CudaLauncher.launch
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.CudaLauncher, "launch", lambda self, blocks, *rest: launch(self, blocks - 1, *rest))
+        run()
+        torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="waited for numbers that did not come"):
+        run()
+    assert torch.equal(run(), before)  # the GPU goes on working
+
+
+# ------------------------------------------------------------------ self-checks
 
 
 def test_later_checks_make_nobody_wait() -> None:
@@ -79,12 +230,14 @@ def _checked_runs(cell: nn.Module, x: Tensor) -> selfcheck.Watch:
 
 
 def test_what_stays_on_the_cpu_says_so() -> None:
-    cell, x = lf.Elman(3, 5).cuda(), torch.randn(4, 2, 3)
+    cell, x = lf.Elman(3, 5).cuda(), torch.randn(20, 2, 3)
     with pytest.raises(ValueError, match="x is on cpu and Elman's parameters on cuda:0"):
         lf.unfold(cell, x)
     with pytest.raises(ValueError, match="FusedCPU cannot run Elman: it runs on the CPU and the state is on cuda:0"):
         lf.unfold(cell, x.cuda(), engine=lf.FusedCPU())
-    assert "Looped" in lf.Recurrent(cell).explain(x.cuda())
+    assert "FusedGPU, because its loop is one kernel" in lf.Recurrent(cell).explain(x.cuda())
+    assert "Looped, because so few steps" in lf.Recurrent(cell).explain(x[:4].cuda())
+    assert "FusedGPU cannot run it: it has kernels for" in lf.Recurrent(cell.double()).explain(x.double().cuda())
 
 
 def test_a_language_model_on_a_gpu_learns_what_it_learns_on_the_cpu(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Steps that nobody thought of: thousands of random programs, compiled and compared with the definition."""
 
+import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from test_engines import ENGINES, EXACT, errors
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.engines import fused_cpu
+from loopfold.engines import cache, fused_cpu
 from loopfold.states import leaves
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -72,7 +74,7 @@ class RandomStep(lf.Transition):
         self.rows = nn.ParameterList([nn.Parameter(torch.randn(n)), nn.Parameter(torch.randn(1))])
 
     def initial_state(self, batch: int) -> tuple[Tensor, ...]:
-        ramp = torch.linspace(-0.4, 0.5, self.n, dtype=self.rows[0].dtype)  # not all alike: layer norm needs a spread
+        ramp = torch.linspace(-0.4, 0.5, self.n).to(self.rows[0])  # not all alike: layer norm needs a spread
         return tuple((ramp * (i + 1)).repeat(batch, 1) for i in range(self.n_state))
 
     def forward(self, state: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
@@ -122,8 +124,8 @@ def quick_compilation() -> Iterator[None]:
     """Thousands of kernels, each run a few times: LLVM need not think long about them, nor keep them on disk."""
     patch = pytest.MonkeyPatch()
     patch.setattr(fused_cpu, "OPTIMISE", 0)
-    patch.setattr(fused_cpu, "_write", lambda *_: None)
-    patch.setattr(fused_cpu, "_read", lambda *_: None)
+    patch.setattr(cache, "write", lambda *_: None)
+    patch.setattr(cache, "read", lambda *_: None)
     fused_cpu._target.cache_clear()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -153,3 +155,24 @@ def test_random_steps_agree(quick_compilation: Any, program: Any, n_state: int, 
     for engine in ENGINES:
         found = errors(run(cell, x, engine, lengths, parts, last), truth)
         assert {k: error for k, error in found.items() if not error <= EXACT} == {}, type(engine).__name__
+
+
+def assert_agrees_in_single_precision(seed: int, engine: lf.Engine, device: str = "cpu") -> None:
+    """One random step in float32: no further from the truth than the definition in float32, or than rounding."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    names = [*WITH_WEIGHTS, *UNARY, *BINARY]
+    program = [
+        (choose.choice(names), choose.randrange(50), choose.randrange(50)) for _ in range(choose.randrange(1, 9))
+    ]
+    n, n_state, batch, tau = choose.choice([4, 6, 18]), choose.randrange(1, 4), choose.choice([1, 3, 9]), 4
+    cell, x = RandomStep(program, n, n_state), torch.randn(tau, batch, n)
+    lengths = [1 + (5 * i) % tau for i in range(batch)] if choose.random() < 0.5 else None
+    loss = choose.randrange(1, 8), choose.random() < 0.3
+    truth = run(copy.deepcopy(cell).double(), x.double(), lf.Sequential(), lengths, *loss)
+    theirs, ours = (
+        {k: v.double().cpu() for k, v in run(cell.to(device), x.to(device), e, lengths, *loss).items()}
+        for e in (lf.Sequential(), engine)
+    )
+    bound = max(2e-5, 20 * max(errors(theirs, truth).values()))
+    assert {k: error for k, error in errors(ours, truth).items() if not error <= bound} == {}, program

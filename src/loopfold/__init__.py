@@ -9,8 +9,9 @@ The modules in the order in which data flows; each imports only from those above
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph        the step as data: graph, trace; aten (what is known of torch's operations); ops and loop (the
                      loop's own language), rules (from one to the other), hoist, differentiate, verify
-    engines          the ways to run it: base, sequential; selfcheck, programs, compiled and writing (what the next
-                     share), looped, plan, vectors and native (machine code), fused_cpu, auto
+    engines          the ways to run it: base, sequential; selfcheck, programs, compiled, writing and cache (what the
+                     next share), looped; plan, vectors, native (machine code), fused_cpu; cuda_plan, cuda_values,
+                     cuda_products, cuda (CUDA code), driver, fused_gpu; auto
     unfolding        unfold(), Unfolding
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
     feeding          what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling

@@ -9,6 +9,7 @@ from loopfold.drawing.paint import beside
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
+from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.errors import OptionError
@@ -106,6 +107,7 @@ __all__ = [
     "Fit",
     "FreeRunning",
     "FusedCPU",
+    "FusedGPU",
     "GRU",
     "GeneralisedTeacherForcing",
     "GradientFlow",

@@ -10,6 +10,7 @@ from torch import nn
 
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
+from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.programs import Program, program_of, restless
 from loopfold.engines.sequential import Sequential
@@ -42,23 +43,31 @@ class Auto(Engine):
         short = _short.setdefault(recurrence.f, set()) if isinstance(recurrence.f, nn.Module) else set()
         if key in short:
             return Sequential(), SHORT
-        reason = FusedCPU().refusal(recurrence)
         other = Looped().refusal(recurrence)
         if other is not None:
             return Sequential(), f"it cannot be compiled: {other}"
         if parts[0].device.type != "cpu":
-            return Looped(), f"FusedCPU cannot run it: {reason}"
+            if recurrence.steps < FEW or restless(recurrence):
+                return Looped(), "so few steps, or a step that changes at every call, are not worth a kernel."
+            reason = FusedGPU().refusal(recurrence)
+            return (FusedGPU(), "its loop is one kernel.") if reason is None else (Looped(), _cannot(FusedGPU, reason))
+        reason = FusedCPU().refusal(recurrence)
         gains = _Gains.of(program_of(recurrence).program, recurrence)
         if reason is None and gains.of_native_code > 0:
             return FusedCPU(), "its loop is native code."
         if gains.of_a_lean_loop > 0:
-            why = "its matrices are large and its steps few." if reason is None else f"FusedCPU cannot run it: {reason}"
+            why = "its matrices are large and its steps few." if reason is None else _cannot(FusedCPU, reason)
             return Looped(), why
         if len(short) < MOST_SHORT:
             short.add(key)
         return Sequential(), SHORT
 
 
+def _cannot(engine: type[Engine], reason: str) -> str:
+    return f"{engine.__name__} cannot run it: {reason}"
+
+
+FEW = 8  # steps on a GPU that launches of torch's operations do about as fast as a kernel of our own
 SHORT = "so few steps take less time than preparing a compiled loop."
 MOST_SHORT = 256  # sizes of a step
 _short: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()  # sizes known to be too short
@@ -110,7 +119,7 @@ def _tell_once(f: nn.Module, why: str) -> None:
 def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
     """Which engine runs this, why, and what the compiler made of the step; or why `engine` refuses it.
 
-    `code`  with what was generated: Python for `Looped`, LLVM's language for `FusedCPU`
+    `code`  with what was generated: Python for `Looped`, LLVM's language for `FusedCPU`, CUDA C++ for `FusedGPU`
     """
     leaf = leaves(recurrence.state)[0]
     dtype = str(leaf.dtype).removeprefix("torch.")

@@ -36,7 +36,7 @@ from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.graph import Node, Refusal, Unsound
-from loopfold.stepgraph.hoist import Loop, needed_for
+from loopfold.stepgraph.hoist import Loop, apply
 from loopfold.stepgraph.loop import Value
 from loopfold.surroundings import global_hooks
 
@@ -200,18 +200,18 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     rows = tau * batch
 
     assert isinstance(recurrence.f, nn.Module)
-    values: dict[Node, Any] = {node: _tensor(recurrence.f, name) for name, node in graph.parameters.items()}
+    values: dict[Node, Any] = {node: tensor_of(recurrence.f) for node, tensor_of in program.parameters}
     values |= zip(graph.numbers, found.numbers, strict=True)
-    outside = [leaf for leaf in loop.leaves if isinstance(leaf, Node)]
     many, which = rows, None
     if graph.x is not None:
         assert recurrence.x is not None
         x = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
-        if x.dim() == 1 and not x.is_floating_point() and not outside:  # tokens: each kind is computed on once
+        if x.dim() == 1 and not x.is_floating_point() and not loop.outside:  # tokens: each kind is computed on once
             x, which = x.unique(return_inverse=True)
             many = len(x)
         values[graph.x] = x
-    loop.run([*loop.checks, *(n for r in (*loop.constants, *loop.inputs) for n in r.nodes())], values, many)
+    for node in loop.before:
+        values[node] = apply(node, values, many)
     constants = [_as_row(recipe.make(values), start[0]) for recipe in loop.constants]
     inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
     if which is not None:
@@ -226,15 +226,15 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
         tensors = (*constants, *inputs, *state)
         emitted = list(_Loop.apply(engine, kernel, program, call, len(constants), len(inputs), *tensors))
 
-    if outside:
+    if loop.outside:
         for node, k in loop.taps.items():
             values[node] = _alive_or_first(emitted[k], recurrence.lengths).reshape(rows, -1).to(node.dtype)
-        reads = needed_for(outside, values)
-        for k, i in enumerate(loop.carried):
-            if graph.state[i] in reads:
-                before = torch.cat([start[i][None], emitted[k][:-1]])
-                values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, -1)
-        loop.run(outside, values, rows)
+        for k in loop.read_after:
+            i = loop.carried[k]
+            before = torch.cat([start[i][None], emitted[k][:-1]])
+            values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, -1)
+        for node in loop.after:
+            values[node] = apply(node, values, rows)
     results = []
     for leaf in loop.leaves:
         if isinstance(leaf, Node):
@@ -255,11 +255,6 @@ def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
 def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:
     """After a sequence's end, its first value again: a value that the operations after the loop can handle."""
     return sequence if lengths is None else torch.where(alive(sequence, lengths), sequence, sequence[:1])
-
-
-def _tensor(f: nn.Module, name: str) -> Tensor:
-    module, _, last = name.rpartition(".")
-    return getattr(f.get_submodule(module), last)
 
 
 class _Loop(torch.autograd.Function):

@@ -2,13 +2,10 @@
 
 import ctypes
 import functools
-import hashlib
 import itertools
-import logging
 import math
 import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from loopfold.engines import cache
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
 from loopfold.engines.programs import alone
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State, leaves, whole_number
 from loopfold.stepgraph.graph import Unsound
-from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.loop import Builder, Value
 
 if TYPE_CHECKING:
     from loopfold.engines.native import Code, Shape
 
-_log = logging.getLogger("loopfold")
 OPTIMISE = 3  # how long LLVM thinks about a kernel, from 0 to 3
 
 
@@ -79,7 +76,7 @@ class FusedCPU(Engine):
 class _FusedKernel(Writer):
     threads: int
 
-    def write(self, name: str, source: Source, dtype: torch.dtype) -> Written:
+    def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         return _Fused(name, source, dtype, self.threads)
 
 
@@ -104,7 +101,7 @@ class _Fused(Written):
         self.name, self.source, self.dtype, self.threads = name, source, dtype, threads
         self.natives: dict[int, _Native] = {}
 
-    def code(self, call: Call) -> str:
+    def code(self, call: Call, like: Tensor) -> str:
         _, code = self._code(_tile(call.batch, self.threads))
         buffers = [f"; buffer {i}: {buffer}" for i, buffer in enumerate(code.table)]
         return "\n".join([f"; {self.name}", *buffers, code.code])
@@ -273,13 +270,12 @@ def _load(name: str, code: str) -> tuple[int, int]:
 
     target = _target()
     features = binding.get_host_cpu_features().flatten()
-    identity = "\n".join([llvmlite.__version__, binding.get_host_cpu_name(), features, target.triple, code])
-    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    key = cache.key_of(llvmlite.__version__, binding.get_host_cpu_name(), features, target.triple, code)
     if key not in _loaded:
-        image = _read(key)
+        image = cache.read(key)
         if image is None:
             image = _compile(name, code)
-            _write(key, image)
+            cache.write(key, image)
         library = binding.JITLibraryBuilder().add_object_img(image).add_current_process()
         openmp = _openmp()
         for symbol in OPENMP:  # where there is no OpenMP, `team` is never called
@@ -301,35 +297,5 @@ def _compile(name: str, code: str) -> bytes:
     builder = binding.create_pass_builder(target, options)
     builder.getModulePassManager().run(module, builder)
     image = target.emit_object(module)
-    took = time.perf_counter() - begin
-    level = logging.WARNING if took > 1 else logging.INFO  # a short wait is not worth a line
-    _log.log(level, "compiled %s in %.2f s; it is kept for next time", name, took)
+    cache.tell(name, time.perf_counter() - begin)
     return image
-
-
-def _folder() -> Path:
-    own, base = os.environ.get("LOOPFOLD_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return (Path(base) if base else Path.home() / ".cache") / "loopfold"
-
-
-def _read(key: str) -> bytes | None:
-    try:
-        data = (_folder() / f"{key}.kernel").read_bytes()
-    except (OSError, RuntimeError):  # no such file, or no home
-        return None
-    image, digest = data[:-32], data[-32:]
-    return image if hashlib.sha256(image).digest() == digest else None  # a damaged file is compiled again
-
-
-def _write(key: str, image: bytes) -> None:
-    try:
-        folder = _folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            file = Path(beside, key)
-            file.write_bytes(image + hashlib.sha256(image).digest())
-            file.replace(folder / f"{key}.kernel")
-    except (OSError, RuntimeError) as error:
-        _log.warning("compiled kernels cannot be kept: %s", error)

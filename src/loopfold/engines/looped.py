@@ -12,7 +12,7 @@ from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State
-from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.ops import OPS
 
 
@@ -36,7 +36,7 @@ class Looped(Engine):
 
 @dataclass(frozen=True)
 class _LoopedKernel(Writer):
-    def write(self, name: str, source: Source, dtype: torch.dtype) -> Written:
+    def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         function = _Function(source)
         return _Python(source, function.table, f"# {name}\n{function.text}\n")
 
@@ -60,7 +60,7 @@ class _Python(Written):
                 taken.add(out[i].untyped_storage().data_ptr())
         return Ran(out, [row.clone() for row in moved], sums)  # a row may be a part of a sequence
 
-    def code(self, call: Call) -> str:
+    def code(self, call: Call, like: Tensor) -> str:
         return self.text
 
 

@@ -9,9 +9,10 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from loopfold.engines.base import EngineWarning, Recurrence
 from loopfold.engines.selfcheck import Watch
 from loopfold.states import State, leaves, name_of
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
-from loopfold.stepgraph.graph import Refusal, StepGraph, Unsound, with_numbers
+from loopfold.stepgraph.graph import Node, Refusal, StepGraph, Unsound, with_numbers
 from loopfold.stepgraph.hoist import Loop, hoist
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.trace import retrace, trace
@@ -36,6 +37,11 @@ class Program:
     loop: Loop
     made: dict[Any, Any]  # whatever an engine compiles, under a key of its own
     watch: Watch = field(default_factory=Watch)
+
+    @cached_property
+    def parameters(self) -> list[tuple[Node, Callable[[nn.Module], Tensor]]]:
+        """Each parameter of the graph, and how it is got from the module."""
+        return [(node, attrgetter(name)) for name, node in self.graph.parameters.items()]
 
     @cached_property
     def kept(self) -> tuple[Value, ...]:

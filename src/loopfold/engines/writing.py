@@ -16,7 +16,7 @@ from loopfold.engines.base import Recurrence
 from loopfold.engines.compiled import Call, Gradients, Kernel, Saved
 from loopfold.engines.programs import Program, alone, program_of
 from loopfold.states import leaves
-from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.loop import Builder, Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,8 @@ class Source:
 class Role(Enum):
     """What a buffer holds: the first six are given to a kernel, the others are a writer's own."""
 
+    __hash__ = object.__hash__  # buffers are looked up at every call; Enum's own takes far longer
+
     START = "leaf {i} of the state before the first step: [batch, width]"
     STATES = "leaf {i} of the state after each step: [τ, batch, width]"
     INPUT = "sequence {i}, computed before the loop: [τ, batch, width]"
@@ -50,6 +52,9 @@ class Role(Enum):
     CARRY = "∇ of leaf {i} of the state, before the first step and then after the last: [batch, width]"
     SUM = "∇ of row {i} of what is computed once: [width]"
     MATRIX = "matrix {i} of what is computed once, in the order in which the kernel reads it"
+    CARRIED = "∇ of leaf {i} of the state after the last step, where that has a place of its own: [batch, width]"
+    EXCHANGE = "exchange {i}: rows that blocks of a GPU read from each other, at every step"
+    PARTIAL = "reduction {i}: the part of each block of a GPU, at every step"
     SCRATCH = "rows of the step itself, from element {i} on"
 
 
@@ -82,8 +87,8 @@ class Written(ABC):
         """Run over all steps. Of `buffers`, the first is a START."""
 
     @abstractmethod
-    def code(self, call: Call) -> str:
-        """What was generated, for people to read."""
+    def code(self, call: Call, like: Tensor) -> str:
+        """What was generated for a state such as `like`, for people to read."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,8 @@ class Writer(Kernel):
     """A kernel that is written, once for each program, way and dtype."""
 
     @abstractmethod
-    def write(self, name: str, source: Source, dtype: torch.dtype) -> Written:
-        """The kernel that computes `source`; `name` is for messages."""
+    def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
+        """The kernel that computes `source`; `name` is for messages, `builder` makes further values."""
 
     def forward(
         self, program: Program, call: Call, constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
@@ -114,13 +119,18 @@ class Writer(Kernel):
 
     def code(self, recurrence: Recurrence) -> str:
         """All that is generated for a run and its way back; nothing where no step reads the one before."""
+        state = leaves(recurrence.state)[0]
+        call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
+        return "\n".join(kernel.code(call, state) for kernel in self.both_ways(recurrence))
+
+    def both_ways(self, recurrence: Recurrence) -> list[Written]:
+        """The kernels of a run that has a way back, where gradients come to all that it emits."""
         program, state = program_of(recurrence).program, leaves(recurrence.state)[0]
         if not program.loop.emitted:
-            return ""
+            return []
         call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
         there = self._forwards(program, call, state.dtype)
-        back = self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))
-        return f"{there.code(call)}\n{back.code(call)}"
+        return [there, self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))]
 
     def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
         def source() -> Source:
@@ -149,7 +159,9 @@ class Writer(Kernel):
         if key not in program.made:
             with alone():
                 if key not in program.made:
-                    program.made[key] = self.write(f"{program.graph.name} {what[0]}", source(), dtype)
+                    program.made[key] = self.write(
+                        f"{program.graph.name} {what[0]}", source(), program.loop.builder, dtype
+                    )
         return program.made[key]
 
 

@@ -11,6 +11,7 @@ row stands for itself, so operations that mix the sequences of a batch are refus
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,12 +57,35 @@ class Loop:
         """The carried leaves of the state after the step."""
         return self.emitted[: len(self.carried)]
 
-    def run(self, roots: list[Node], values: dict[Node, Any], rows: int) -> None:
-        """Add `roots` to `values`, by the operations of the step graph with `rows` in place of the batch size."""
-        missing = set(needed_for(roots, values))
-        for node in self.graph.operations:
-            if node in missing:
-                values[node] = apply(node, values, rows)
+    @cached_property
+    def before(self) -> list[Node]:
+        """The operations that run before the loop, on parameters, numbers and x."""
+        roots = [*self.checks, *(node for recipe in (*self.constants, *self.inputs) for node in recipe.nodes())]
+        return self._operations(needed_for(roots, self._known()))
+
+    @cached_property
+    def after(self) -> list[Node]:
+        """The operations that run after the loop, on what is known then: also the taps, and the state before a step."""
+        return self._operations(needed_for(self.outside, {*self._known(), *self.before, *self.taps}))
+
+    @cached_property
+    def outside(self) -> list[Node]:
+        """The leaves of the new state that the loop does not emit."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
+
+    @cached_property
+    def read_after(self) -> list[int]:
+        """Which of the carried leaves, as they were before a step, are read after the loop."""
+        reads = {n for node in self.after for n in node.inputs()} | {*self.outside}
+        return [k for k, i in enumerate(self.carried) if self.graph.state[i] in reads]
+
+    def _known(self) -> set[Node]:
+        x = [] if self.graph.x is None else [self.graph.x]
+        return {*self.graph.parameters.values(), *self.graph.numbers, *x}
+
+    def _operations(self, needed: list[Node]) -> list[Node]:
+        wanted = set(needed)
+        return [node for node in self.graph.operations if node in wanted]
 
 
 def hoist(graph: StepGraph) -> Loop:

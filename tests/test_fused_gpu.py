@@ -1,0 +1,255 @@
+"""FusedGPU without a GPU: its kernels, emulated thread by thread, against the definition."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from emulation import Emulated
+from test_engines import SINGLE, assert_agrees, errors, everything
+from test_operations import COMPUTED, Step
+from test_random_steps import assert_agrees_in_single_precision
+from torch import Tensor, nn
+
+import loopfold as lf
+from loopfold.engines import driver
+from loopfold.engines.cuda_plan import Geometry
+from loopfold.engines.cuda_values import FORMATS
+from loopfold.engines.fused_gpu import FusedGPU
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler"),
+]
+APART = Emulated(Geometry(blocks=3, rows=8, warps=2))  # rows of 17 features, shared by three blocks
+ALONE = Emulated(Geometry(blocks=1, rows=16, warps=2), steps=3)  # in launches of three steps
+
+
+@pytest.mark.parametrize("make", zoo.WITH_INPUT, ids=lambda m: m.__name__)
+def test_kernels_agree_with_the_definition(make: Callable[[int, int], nn.Module]) -> None:
+    assert_agrees(APART, make(4, 17), torch.randn(4, 5, 4), [4, 1, 3, 2, 4])
+    assert_agrees(ALONE, make(4, 17), torch.randn(7, 9, 4))
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [Geometry(1, 8, 4), Geometry(2, 8, 2, registers=8), Geometry(4, 16, 2), Geometry(2, 32, 2, registers=0)],
+    ids=str,
+)
+def test_every_geometry_gives_the_same(geometry: Geometry) -> None:
+    """Weights in registers and in shared memory, whole groups and others, more sequences than run at once."""
+    for n, batch in ((32, 16), (21, 40)):
+        assert_agrees(Emulated(geometry), lf.GRU(4, n), torch.randn(3, batch, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [lf.LSTM, lf.LayerNormLSTM, zoo.Sliced], ids=lambda m: m.__name__)
+def test_half_precision_is_no_worse_than_the_definition(
+    make: Callable[[int, int], nn.Module], dtype: torch.dtype
+) -> None:
+    cell, x = make(4, 18).to(dtype), torch.randn(4, 5, 4).to(dtype)
+    ours, theirs = (everything(cell, x, engine) for engine in (APART, lf.Sequential()))
+    truth = everything(cell.double(), x.double(), lf.Sequential())
+    bound = 2 * max(errors({k: v.double() for k, v in theirs.items()}, truth).values())
+    assert max(errors({k: v.double() for k, v in ours.items()}, truth).values()) <= bound
+
+
+class Deaf(lf.Transition):
+    """Several states and no input; one of a single number, and one whose parts change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.a = nn.Parameter(torch.randn(6, 6) / 3), nn.Parameter(torch.randn(6, 1))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return torch.linspace(-1, 1, 6 * batch).view(batch, 6), torch.ones(batch, 1)
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        h, scale = state
+        new = torch.tanh(h @ self.W + scale * torch.cat([h[:, 4:], h[:, :4]], -1))
+        return new, torch.sigmoid(new @ self.a) * scale
+
+
+@pytest.mark.parametrize("engine", [APART, ALONE], ids=["apart", "alone"])
+def test_thin_products_and_parts_of_the_state(engine: lf.Engine) -> None:
+    start = tuple(Deaf().initial_state(3))
+    cell = Deaf()
+
+    def run(cell: nn.Module, engine: lf.Engine, dtype: torch.dtype) -> list[Tensor]:
+        state = tuple(part.detach().to(dtype).requires_grad_() for part in start)
+        found = lf.unfold(cell.to(dtype), state=state, steps=5, engine=engine)
+        grads = torch.autograd.grad(found.hidden.square().sum() + found.last[1].sum(), [*state, *cell.parameters()])
+        return [part.double() for part in (found.hidden, found.last[1], *grads)]
+
+    ours, truth = run(cell, engine, torch.float32), run(cell, lf.Sequential(), torch.float64)
+    torch.testing.assert_close(ours, truth, rtol=SINGLE, atol=SINGLE)
+
+
+class Joined(lf.Transition):
+    """A number and a row side by side, times one matrix: of it the number meets a row that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.V = nn.Parameter(torch.randn(7, 8) / 3), nn.Parameter(torch.randn(7, 9) / 3)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return self.W.new_ones(batch, 7), self.W.new_ones(batch, 1)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h, a = state
+        h = torch.tanh(torch.cat([a, h], -1) @ self.W.T + x)
+        return h, torch.tanh(h @ self.V[:, 3:4])
+
+
+@pytest.mark.parametrize("engine", [APART, ALONE], ids=["apart", "alone"])
+def test_matrices_of_one_row_or_column_that_are_parts_of_others(engine: lf.Engine) -> None:
+    assert_agrees(engine, Joined(), torch.randn(4, 3, 7))
+
+
+class Guided(lf.Transition):
+    """A state that never changes, read by a product and as a part; and a number that is summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.V = nn.Parameter(torch.randn(17, 17) / 5), nn.Parameter(torch.randn(5, 17) / 3)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.W.new_zeros(batch, 17), self.W.new_ones(batch, 5), self.W.new_ones(batch, 1)
+
+    def forward(self, state: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, context, total = state
+        new = torch.tanh(h @ self.W + context @ self.V + context[:, 3:4] * x)
+        return new, context, 0.5 * total + h.sum(-1, keepdim=True)
+
+
+class Summed(lf.Transition):
+    """No product at all, so that no block waits for another."""
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return self.a.new_zeros(batch, 17), self.a.new_ones(batch, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(17))
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h, total = state
+        return torch.tanh(self.a * h + x), 0.5 * total + h.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("engine", [APART, ALONE], ids=["apart", "alone"])
+@pytest.mark.parametrize("make", [Guided, Summed])
+def test_states_that_pass_through_and_numbers_that_add_up(make: Callable[[], nn.Module], engine: lf.Engine) -> None:
+    assert_agrees(engine, make(), torch.randn(5, 9, 17))
+
+
+STATEFUL: dict[Callable[[], nn.Module], int] = {Guided: 17, Summed: 17, Joined: 7}  # and how wide x is
+
+
+def test_addresses_that_are_not_aligned() -> None:
+    cell, packed = lf.LSTM(3, 6), torch.randn(1, 13)
+    x, state = torch.randn(4, 1, 3), lf.LSTMState(packed[:, 1:7], packed[:, 7:])
+    found = []
+    for engine in (APART, lf.Sequential()):
+        cell.zero_grad()
+        run = lf.unfold(cell, x, state, engine=engine)
+        torch.cat([torch.ones(1), run.hidden.flatten()]).square().sum().backward()
+        assert cell.W.grad is not None
+        found.append((run.hidden.detach(), cell.W.grad.clone()))
+    torch.testing.assert_close(found[0], found[1])
+
+
+class Clamped(lf.Transition):
+    """Infinities on the way, and beside the part that a product reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.rand(32, 40))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.cat([torch.ones(batch, 31), torch.full((batch, 9), torch.inf)], -1)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.clamp(h[:, :32] @ self.W, max=2) + x
+
+
+@pytest.mark.parametrize("engine", [APART, ALONE], ids=["apart", "alone"])
+def test_infinities(engine: lf.Engine) -> None:
+    x = torch.randn(1, 3, 40)
+    with torch.no_grad():
+        found, expected = (lf.unfold(Clamped(), x, engine=e).hidden.isfinite() for e in (engine, lf.Sequential()))
+    assert found.all()
+    assert expected.all()
+
+
+def test_a_step_of_many_shared_values_is_planned_in_no_time() -> None:
+    class Deep(lf.Elman):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            h = super().forward(h, x)
+            for _ in range(40):
+                h = h + 0.1 * torch.tanh(h)
+            return h
+
+    recurrence = lf.unfolding.checked(Deep(3, 17), torch.randn(4, 2, 3), None, None, None)
+    assert "multiply_add" in APART.code(recurrence)
+
+
+class Every(lf.Transition):
+    """Every operation of the table, each on what changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([Step(op, positive=True) for op in COMPUTED])
+
+    def initial_state(self, batch: int) -> Tensor:
+        return next(self.parameters()).new_zeros(batch, 5)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        total = 0 * h
+        for step in self.steps:
+            total = total + step(h, x) / len(self.steps)
+        return total
+
+
+@pytest.mark.parametrize("engine", [APART, ALONE], ids=["apart", "alone"])
+def test_every_operation_of_the_table(engine: lf.Engine) -> None:
+    assert_agrees(engine, Every(), torch.randn(4, 3, 5), [4, 2, 3])
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_kernels_compile_for_every_architecture(architecture: str) -> None:
+    if driver.nvrtc() is None:
+        pytest.skip("NVRTC is not installed")
+    for dtype in FORMATS:
+        recurrence = lf.unfolding.checked(zoo.Slots(4, 40).to(dtype), torch.randn(4, 5, 4).to(dtype), None, None, None)
+        for text in APART.code(recurrence).split("// Slots ")[1:]:
+            assert driver._nvrtc(f"// {text}", driver.PRELUDE.read_text(), architecture)
+
+
+@pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF, 0x7F800001])
+def test_no_number_looks_like_one_that_is_missing(bits: int) -> None:
+    """Memory that is exchanged is filled with ones beforehand, which as a number is a NaN."""
+    strange = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    cell, x, state = lf.Elman(3, 17), torch.randn(4, 2, 3), torch.zeros(2, 17)
+    state[1, 5] = strange
+    found = lf.unfold(cell, x, state=state, engine=APART).hidden  # and it ends
+    assert found[:, 0].isfinite().all()
+    assert found[:, 1].isnan().all()
+
+
+def test_what_it_cannot_run_it_refuses_in_words() -> None:
+    cell, x = lf.Elman(3, 5), torch.randn(4, 2, 3)
+    with pytest.raises(ValueError, match="FusedGPU cannot run Elman: it runs on a CUDA GPU and the state is on cpu"):
+        lf.unfold(cell, x, engine=FusedGPU())
+
+
+def test_the_code_can_be_read() -> None:
+    text = lf.Recurrent(lf.LSTM(3, 17), APART).explain(torch.randn(4, 2, 3), code=True)
+    assert all(word in text for word in ("// LSTM forward", "// LSTM backward", "multiply_add_exact(", "publish("))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps(seed: int) -> None:
+    """A few; on a GPU there are more."""
+    assert_agrees_in_single_precision(seed, (APART, ALONE)[seed % 2])
