@@ -108,9 +108,8 @@ class Plan:
             for piece in self.pieces(root):
                 self.stage(piece.value)
         self.stages = 1 + max(self._stages.values(), default=0)
-        self.chunk_bytes = TILE * CHUNK + (
-            CHUNK if self.alone else 0
-        )  # in shared memory banks shift from chunk to chunk
+        shift = CHUNK if self.alone else 0  # in shared memory, so that chunks begin at different banks
+        self.chunk_bytes = TILE * CHUNK + shift
         for k, exchange in enumerate(self.exchanges.values()):
             exchange.index = k
             self._lay_out(exchange)

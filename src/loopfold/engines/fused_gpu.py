@@ -107,9 +107,8 @@ class _OnGPU(Written):
 
     def __init__(self, name: str, source: Source, builder: Builder, dtype: torch.dtype, writer: GPUWriter) -> None:
         self.name, self.source, self.builder, self.dtype, self.writer = name, source, builder, dtype, writer
-        self.widest = max(
-            v.width for v in ordered([*source.out, *source.sums, *(v for move in source.moves for v in move)])
-        )
+        rows = [*source.out, *source.sums, *(v for move in source.moves for v in move)]
+        self.widest = max(v.width for v in ordered(rows))
         self.kernels: dict[tuple[Geometry, bool], _Kernel] = {}
         self.choices: dict[tuple[int, torch.device], Geometry | None] = {}
 
@@ -226,14 +225,15 @@ class _Kernel:
             tensor = tensor.to(like.device)
             if buffer.index in self.matrices:
                 return tensor
-        return tensor.clone() if tensor.data_ptr() % LOAD else tensor.contiguous()
+        tensor = tensor.contiguous()
+        return tensor.clone() if tensor.data_ptr() % LOAD else tensor
 
 
 _errors: dict[torch.device, Tensor] = {}  # a word of each device, in memory of the host, that its kernels can write
 
 
 def _error(device: torch.device) -> Tensor:
-    """The word that a kernel sets where it has given up; whoever calls next is told."""
+    """The word that a kernel sets where it has given up; the next call on that device raises an error."""
     if device not in _errors:
         _errors[device] = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     if int(_errors[device]):
