@@ -18,7 +18,7 @@ from loopfold.engines.fused_gpu import GPUWriter
 from loopfold.states import State
 
 HERE = Path(__file__).parent
-FLAGS = ["-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-DEMULATED"]
+FLAGS = ["-O0", "-w", "-std=c++17", "-shared", "-fPIC", "-DEMULATED"]
 LAUNCH = """
 extern "C" int run(const Args* a, int blocks, int threads, int bytes) { return launch(a, blocks, threads, bytes); }
 """
