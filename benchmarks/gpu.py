@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tide import Tide
 from torch import Tensor, nn
 
 import loopfold as lf
@@ -25,24 +26,8 @@ SIZES = [(128, 16), (256, 16), (512, 16), (1024, 16), (1024, 64), (2048, 16)]  #
 ODD_SIZES = [(256, 1), (512, 1), (1024, 1), (512, 128), (512, 512)]
 CELLS: dict[str, tuple[Any, Any]] = {"Elman": (lf.Elman, nn.RNN), "LSTM": (lf.LSTM, nn.LSTM), "GRU": (lf.GRU, nn.GRU)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# FlashRNN (Pöppel et al., 2025), its fused kernels in bf16 on an H100, as published: µs a step, forward and backward
+# FlashRNN's fused kernels in bf16 (Pöppel et al., 2025), not measured here: µs a step, forward and backward
 FLASH_RNN = {"Elman 512, 16": 6.7, "LSTM 512, 16": 10.4, "Elman 1024, 16": 9.2}
-
-
-class Tide(lf.Transition):
-    """A cell that nobody has a kernel for: input and state decide how much of the state stays."""
-
-    def __init__(self, n_in: int, n: int) -> None:
-        super().__init__()
-        self.U, self.W, self.b = (nn.Parameter(torch.randn(s) / n**0.5) for s in ((2 * n, n_in), (n, n), (2 * n,)))
-        self.p = nn.Parameter(torch.randn(n) / n**0.5)
-
-    def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        keep, new = (x @ self.U.T + self.b).chunk(2, -1)
-        keep = torch.sigmoid(keep + self.p * h)
-        return keep * h + (1 - keep) * torch.tanh(new + h @ self.W.T)
-
-
 Turn = Callable[[], None]
 
 
@@ -141,7 +126,7 @@ def main() -> None:
             print(f"\n{dtype}, µs a step{'':3}     GPU    wall    cuDNN       FlashRNN  GPU ×  wall ×")
         for kind, n, batch in names:
             print(row(kind, n, batch, arguments.tau, dtype), flush=True)
-    if "Tide".startswith(arguments.only) or not arguments.only:
+    if "Tide".startswith(arguments.only):
         print("\n" + own_cell(512, 16, arguments.tau))
 
 
