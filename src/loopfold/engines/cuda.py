@@ -11,11 +11,21 @@ import torch
 
 from loopfold.engines.cuda_plan import Geometry, Piece, Plan
 from loopfold.engines.cuda_products import Products
+from loopfold.engines.cuda_values import literal
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.stepgraph.loop import Builder, Value
+from loopfold.stepgraph.ops import OPS
 
-_JOIN = {"sum": "x + y", "amax": "x > y || x != x ? x : y", "amin": "x < y || x != x ? x : y"}
-_START = {"sum": "0.f", "amax": "-INF", "amin": "INF"}
+
+def _joined(v: Value) -> str:
+    """Of a reduction: what it makes of two numbers x and y."""
+    return OPS[v.op].c.format("x", "y")
+
+
+def _start(v: Value) -> str:
+    start = OPS[v.op].start
+    assert start is not None, v.op
+    return literal(start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +119,10 @@ class _Kernel(Products):
                 w = piece.value.width
                 for n in self.own(w):
                     a, b = self.value(piece.value, n)
-                    x, y = f"own_{n} ? {a} : {_START[v.op]}", f"own_{n} && two_{n} ? {b} : {_START[v.op]}"
+                    x, y = f"own_{n} ? {a} : {_start(v)}", f"own_{n} && two_{n} ? {b} : {_start(v)}"
                     to = f"partial + ({at + slot} + r_{n} * {slots}" + (")" if w == 1 else f" + l_{n} / 2)") + " * 4"
                     self.body.append(f"if (here_{n}) {{ const float x = {x}, y = {y};")
-                    self.body.append(f"  to_shared4({to}, __float_as_uint({_JOIN[v.op]})); }}")
+                    self.body.append(f"  to_shared4({to}, __float_as_uint({_joined(v)})); }}")
                 slot += 1 if w == 1 else self.plan.share(w) // 2
             starts.append(at)
             at += rows * slots
@@ -121,8 +131,8 @@ class _Kernel(Products):
         for v, start in zip(reductions, starts, strict=True):
             k, slots = self.plan.reductions.index(v), self.plan.slots(v)
             number = f"__uint_as_float(shared4(partial + ({start} + r * {slots} + l) * 4))"
-            self.body.append(f"for (int r = warp; r < rows; r += {warps}) {{ float x = {_START[v.op]}, y;")
-            self.body.append(f"  for (int l = lane; l < {slots}; l += 32) {{ y = {number}; x = {_JOIN[v.op]}; }}")
+            self.body.append(f"for (int r = warp; r < rows; r += {warps}) {{ float x = {_start(v)}, y;")
+            self.body.append(f"  for (int l = lane; l < {slots}; l += 32) {{ y = {number}; x = {_joined(v)}; }}")
             self._across_lanes(v)
             if self.alone:
                 self.body.append(f"  if (lane == 0) to_shared4(reduced + ({k * rows} + r) * 4, __float_as_uint(x)); }}")
@@ -139,11 +149,11 @@ class _Kernel(Products):
         for v in reductions:
             k, rows = self.plan.reductions.index(v), self.geometry.rows
             self.body += [
-                f"for (int r = warp; r < rows; r += {self.geometry.warps}) {{ float x = {_START[v.op]}, y;",
+                f"for (int r = warp; r < rows; r += {self.geometry.warps}) {{ float x = {_start(v)}, y;",
                 f"  const char* from = {self._part(k)};",
                 f"  for (int l = lane; l < {self.geometry.blocks}; l += 32) {{ u32 z, looks = 0;",
                 "    while ((z = exchanged4(from + l * 4)) == MISSING && WAIT(looks)) { YIELD }",
-                f"    y = __uint_as_float(z); x = {_JOIN[v.op]}; }}",
+                f"    y = __uint_as_float(z); x = {_joined(v)}; }}",
                 "  __syncwarp();",
             ]
             self._across_lanes(v)
@@ -152,7 +162,7 @@ class _Kernel(Products):
     def _across_lanes(self, v: Value) -> None:
         self.body.append("  #pragma unroll")
         self.body.append("  for (int m = 16; m; m >>= 1) {")
-        self.body.append(f"    y = __shfl_xor_sync(0xffffffffu, x, m); x = {_JOIN[v.op]}; }}")
+        self.body.append(f"    y = __shfl_xor_sync(0xffffffffu, x, m); x = {_joined(v)}; }}")
 
     # ---- the whole
 

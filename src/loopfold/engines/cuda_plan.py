@@ -26,7 +26,6 @@ class Geometry:
     rows: int  # a multiple of TILE
     warps: int = 8
     registers: int = 128  # of a thread, that hold weights; the others are in shared memory
-    split: int = 0  # warps that share the sum over k; 0: as many as have something to add
 
     @property
     def threads(self) -> int:
@@ -88,11 +87,11 @@ class Plan:
     """When each value of a step is computed, and what is exchanged."""
 
     def __init__(self, source: Source, builder: Builder, bytes_each: int, geometry: Geometry) -> None:
-        self.builder, self.geometry, self.bytes_each = builder, geometry, bytes_each
+        self.builder, self.geometry = builder, geometry
         self.alone = geometry.blocks == 1  # a block that exchanges nothing with others
         self.per_load, self.per_chunk = LOAD // bytes_each, CHUNK // bytes_each
         self.source = source = without_thin_products(source, builder)
-        self.given = {v: i for i, v in reversed(list(enumerate(source.given)))}
+        self.given = source.given_at
         self.after = dict(source.moves)
         self.exchanges: dict[Value, Exchange] = {}
         self.products: dict[Value, Product] = {}
@@ -283,8 +282,7 @@ class Plan:
             if self.alone:
                 product.warps_k = warps // min(warps, _power(product.tiles))
             else:
-                product.warps_k = min(self.geometry.split or warps, _power(product.chunks))
-                product.warps_k = max(product.warps_k, warps // _power(product.tiles))
+                product.warps_k = max(min(warps, _power(product.chunks)), warps // _power(product.tiles))
             product.tiles_of_warp = -(-product.tiles // (warps // product.warps_k))
             product.chunks_of_warp = -(-product.chunks // product.warps_k)
             each = 8 * product.tiles_of_warp

@@ -113,7 +113,7 @@ class Values:
         plan = self.plan
         row, start = plan.base(v)
         if v.op == "number":
-            return (_literal(v.index),) * 2
+            return (literal(v.index),) * 2
         if row in plan.given:
             return self._leaf(Role.GIVEN, plan.given[row], row, start, v.width, n)
         if row in plan.after:
@@ -136,7 +136,7 @@ class Values:
         assert v.is_pointwise, v.op
         args = [self.value(a, n) for a in v.args]
         c = _FAST.get(v.op, OPS[v.op].c) if self.format else OPS[v.op].c
-        index = _literal(v.index) if isinstance(v.index, float) else ""
+        index = literal(v.index) if isinstance(v.index, float) else ""
         names = []
         for side in range(1 if v.width == 1 else 2):
             names.append(self.new())
@@ -293,7 +293,8 @@ def _spread(q: str, share: int) -> str:
     return f"({q} & ~7) + {q} % {8 // step} * {step} + ({q} & 7) / {8 // step}"
 
 
-def _literal(x: float) -> str:
+def literal(x: float) -> str:
+    """A number in the kernel's text."""
     if math.isinf(x):
         return "INF" if x > 0 else "(-INF)"
     return "NAN" if math.isnan(x) else f"({x!r}f)" if math.copysign(1, x) < 0 else f"{x!r}f"

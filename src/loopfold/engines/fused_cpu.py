@@ -101,8 +101,8 @@ class _Fused(Written):
         self.name, self.source, self.dtype, self.threads = name, source, dtype, threads
         self.natives: dict[int, _Native] = {}
 
-    def code(self, call: Call, like: Tensor) -> str:
-        _, code = self._code(_tile(call.batch, self.threads))
+    def code(self, state: Tensor) -> str:
+        _, code = self._code(_tile(len(state), self.threads))
         buffers = [f"; buffer {i}: {buffer}" for i, buffer in enumerate(code.table)]
         return "\n".join([f"; {self.name}", *buffers, code.code])
 

@@ -133,8 +133,8 @@ class _OnGPU(Written):
                     self.kernels[key] = _Kernel(code, self.writer.launcher(self.name, code))
         return self.kernels[key]
 
-    def code(self, call: Call, like: Tensor) -> str:
-        return f"// {self.name}\n{self._kernel(like).code.text}"
+    def code(self, state: Tensor) -> str:
+        return f"// {self.name}\n{self._kernel(state).code.text}"
 
     def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
         source, like = self.source, next(iter(buffers.values()))
@@ -144,7 +144,7 @@ class _OnGPU(Written):
         zeros = like.new_zeros(sum(widths) * call.batch, dtype=torch.float32).split([w * call.batch for w in widths])
         rows = [part.view(call.batch, width) for part, width in zip(zeros, widths, strict=True)]
         moved, sums = rows[: len(carried)], rows[len(carried) :]
-        for role, tensors in ((Role.OUT, out), (Role.CARRY, moved), (Role.SUM, sums)):
+        for role, tensors in ((Role.OUT, out), (Role.SUM, sums)):
             buffers |= {Buffer(role, i): t for i, t in enumerate(tensors)}
         moved = self._kernel(like).run(call, buffers, moved, source.backwards, self.writer.most_steps)
         return Ran(out, [t.to(like.dtype) for t in moved], [t.sum(0).to(like.dtype) for t in sums])
@@ -160,6 +160,8 @@ class _Kernel:
         fields += [("stride_f", ctypes.c_longlong * matrices), ("lengths", ctypes.c_void_p), ("error", ctypes.c_void_p)]
         fields += [(name, ctypes.c_int) for name in ("first", "last", "batch", "groups", "group")]
         self.Args: Any = type("Args", (ctypes.Structure,), {"_fields_": fields})
+        self.at = {buffer: i for i, buffer in enumerate(code.table)}
+        self.own = [buffer for buffer in code.table if buffer.role in (Role.EXCHANGE, Role.PARTIAL)]
         self.exchanges = list(code.plan.exchanges.values())
         self.matrices = {buffer.index for buffer in code.matrices}  # those come with their strides
 
@@ -182,13 +184,12 @@ class _Kernel:
         code, geometry = self.code, self.code.plan.geometry
         like = next(iter(buffers.values()))
         groups = -(-call.batch // geometry.rows)
-        own = [b for b in code.table if b.role in (Role.EXCHANGE, Role.PARTIAL)]
         if most_steps is None:
-            each = 4 * sum(self._words(b, 1, call.batch, groups) for b in own)
+            each = 4 * sum(self._words(b, 1, call.batch, groups) for b in self.own)
             most_steps = max(1, min(call.steps, EXCHANGE_BYTES // max(1, each)))
         error = _error(like.device)
         args, held = self.Args(), []
-        for i, buffer in enumerate(code.table):
+        for buffer, i in self.at.items():
             if buffer in buffers:
                 held.append(self._placed(buffer, buffers[buffer], like))
                 args.p[i] = held[-1].data_ptr()
@@ -202,16 +203,16 @@ class _Kernel:
         times = [(a, min(call.steps, a + most_steps)) for a in range(0, call.steps, most_steps)]
         for args.first, args.last in reversed(times) if backwards else times:
             steps = args.last - args.first
-            sizes = [self._words(b, steps, call.batch, groups) for b in own]
-            sizes = [-(-size // 32) * 32 for size in sizes]  # whole cache lines
+            words = [self._words(b, steps, call.batch, groups) for b in self.own]
+            sizes = [-(-count // 32) * 32 for count in words]  # whole cache lines
             exchange = torch.full((sum(sizes),), -1, dtype=torch.int32, device=like.device)
-            for buffer, part in zip(own, exchange.split(sizes), strict=True):
-                args.p[code.table.index(buffer)] = part.data_ptr()
+            for buffer, part in zip(self.own, exchange.split(sizes), strict=True):
+                args.p[self.at[buffer]] = part.data_ptr()
             after = [torch.empty_like(row) for row in carries]  # not in place: blocks start and end at their own times
             for role, rows in ((Role.CARRY, carries), (Role.CARRIED, after)):
                 for i, row in enumerate(rows):
-                    if Buffer(role, i) in code.table:
-                        args.p[code.table.index(Buffer(role, i))] = row.data_ptr()
+                    if Buffer(role, i) in self.at:
+                        args.p[self.at[Buffer(role, i)]] = row.data_ptr()
             for args.group in range(0, groups, at_once):
                 self.launcher.launch(min(at_once, groups - args.group) * geometry.blocks, args, like)
             held, carries = [*held, *carries], after
@@ -219,7 +220,7 @@ class _Kernel:
 
     def _placed(self, buffer: Buffer, tensor: Tensor, like: Tensor) -> Tensor:
         """A tensor as a kernel can read it: on its device, and at an address of whole loads. What it writes is ours."""
-        if buffer.role in (Role.OUT, Role.CARRY, Role.SUM):
+        if buffer.role in (Role.OUT, Role.SUM):
             return tensor
         if buffer.role is Role.CONSTANT:
             tensor = tensor.to(like.device)

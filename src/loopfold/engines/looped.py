@@ -60,7 +60,7 @@ class _Python(Written):
                 taken.add(out[i].untyped_storage().data_ptr())
         return Ran(out, [row.clone() for row in moved], sums)  # a row may be a part of a sequence
 
-    def code(self, call: Call, like: Tensor) -> str:
+    def code(self, state: Tensor) -> str:
         return self.text
 
 
@@ -72,7 +72,7 @@ class _Function:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.given = {v: i for i, v in reversed(list(enumerate(source.given)))}
+        self.given = source.given_at
         self.row_of = {before: f"row{k}" for k, (before, _) in enumerate(source.moves)}
         self.roots = [after for _, after in source.moves]
         wanted = [*source.out, *source.sums]

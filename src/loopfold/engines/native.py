@@ -12,10 +12,11 @@ from typing import Any
 from llvmlite import ir
 
 from loopfold.engines.plan import Place, Plan
-from loopfold.engines.vectors import LLVM, START, Vectors
+from loopfold.engines.vectors import LLVM, Vectors
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.stepgraph.graph import Unsound
 from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.ops import OPS
 
 SCRATCH = Buffer(Role.SCRATCH, 0)  # all rows of a step together
 LONG = 24  # passes: a longer step is cut into functions of so many
@@ -323,7 +324,7 @@ class _Writer(Vectors):
 
     def _reduction(self, v: Value) -> None:
         b, a = self.b, v.args[0]
-        start, join = START[v.op], partial(LLVM[v.op], self)
+        start, join = OPS[v.op].start, partial(LLVM[v.op], self)
         with self._rows() as r:
             row = self._row_pointer(a, r)
             full, rest = divmod(a.width, self.lanes)

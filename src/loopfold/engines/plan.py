@@ -37,7 +37,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         source = self.source
-        self.given = {v: Buffer(Role.GIVEN, i) for i, v in reversed(list(enumerate(source.given)))}
+        self.given = {v: Buffer(Role.GIVEN, i) for v, i in source.given_at.items()}
         self.roots = [(v, Place(Buffer(Role.OUT, i), v.width)) for i, v in enumerate(source.out)]
         self.roots += [(v, Place(Buffer(Role.CARRY, i), v.width)) for i, v in self.carried]
         order = self.order()

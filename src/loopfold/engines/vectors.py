@@ -299,4 +299,3 @@ LLVM: dict[str, Callable[..., Any]] = {
     "amax": lambda w, p, q: w._call("maximum", p, q),
     "amin": lambda w, p, q: w._call("minimum", p, q),
 }
-START = {"sum": 0.0, "amax": -math.inf, "amin": math.inf}  # what joined with any number gives that number

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Source:
     given: tuple[Value, ...]
     backwards: bool
     masked: bool  # whether sequences end at steps of their own
+
+    @cached_property
+    def given_at(self) -> dict[Value, int]:
+        """Which of `given` a value is: the first, where it is there twice."""
+        return {v: i for i, v in reversed(list(enumerate(self.given)))}
 
 
 class Role(Enum):
@@ -87,8 +93,8 @@ class Written(ABC):
         """Run over all steps. Of `buffers`, the first is a START."""
 
     @abstractmethod
-    def code(self, call: Call, like: Tensor) -> str:
-        """What was generated for a state such as `like`, for people to read."""
+    def code(self, state: Tensor) -> str:
+        """What was generated for such a state, for people to read."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +125,7 @@ class Writer(Kernel):
 
     def code(self, recurrence: Recurrence) -> str:
         """All that is generated for a run and its way back; nothing where no step reads the one before."""
-        state = leaves(recurrence.state)[0]
-        call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
-        return "\n".join(kernel.code(call, state) for kernel in self.both_ways(recurrence))
+        return "\n".join(kernel.code(leaves(recurrence.state)[0]) for kernel in self.both_ways(recurrence))
 
     def both_ways(self, recurrence: Recurrence) -> list[Written]:
         """The kernels of a run that has a way back, where gradients come to all that it emits."""

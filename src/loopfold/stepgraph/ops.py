@@ -42,7 +42,9 @@ class Op:
     `arity`       how many arguments it has; None: any number, at least one
     `python`      what it means, with torch: `{0}`, `{1}`, … are the arguments, `{index}` and `{width}` the value's own,
                   `{lead}` the sizes before the features. What begins with `torch.` is a function that takes `out=`
-    `c`           the same in a language like C, for one feature of one row; by default `python` without `torch.`
+    `c`           the same in a language like C, for one feature of one row; by default `python` without `torch.`. Of a
+                  reduction: how two numbers are joined
+    `start`       of a reduction: what joined with any number gives that number
     `gradient`    None where there is none, or where it takes more than values (`differentiate` has those)
     `again`       cheap to compute again on the way back, or not
     `truth`       it gives truth values
@@ -61,6 +63,7 @@ class Op:
     truth: bool = False
     conditions: int = 0
     exact: bool = False
+    start: float | None = None
     aten: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,11 +153,13 @@ def _logical(name: str, arity: int, python: str, c: str) -> Op:
     return Op(name, Kind.POINTWISE, arity, python, c, again=Again.CHEAP, truth=True, conditions=arity, aten=aten)
 
 
-def _reduction(name: str, gradient: Gradient, exact: bool = False) -> Op:
-    return Op(name, Kind.REDUCTION, 1, f"torch.{name}({{0}}, -1, keepdim=True)", "", gradient, exact=exact)
+def _reduction(name: str, gradient: Gradient, join: str, start: float, exact: bool = False) -> Op:
+    python = f"torch.{name}({{0}}, -1, keepdim=True)"
+    return Op(name, Kind.REDUCTION, 1, python, join, gradient, exact=exact, start=start)
 
 
 _CHEAP, _ONE_STEP, _KEPT = Again
+_GREATER, _LESS = "{0} > {1} || {0} != {0} ? {0} : {1}", "{0} < {1} || {0} != {0} ? {0} : {1}"  # NaN wins
 _TABLE = (
     # what a step is given
     _leaf("number"),  # the index itself
@@ -167,16 +172,16 @@ _TABLE = (
     Op("matmul", Kind.PRODUCT, 1),  # index (i, transposed): with matrix i of what is computed once, or its transpose
     Op("slice", Kind.LAYOUT, 1, "{0}.narrow(-1, {index}, {width})", again=_CHEAP),  # index: where it starts
     Op("cat", Kind.LAYOUT, None),  # its arguments side by side
-    _reduction("sum", lambda b, y, g, a: (b.expand(g, a.width),)),
-    _reduction("amax", _chosen, exact=True),
-    _reduction("amin", _chosen, exact=True),
+    _reduction("sum", lambda b, y, g, a: (b.expand(g, a.width),), "{0} + {1}", 0.0),
+    _reduction("amax", _chosen, _GREATER, -math.inf, exact=True),
+    _reduction("amin", _chosen, _LESS, math.inf, exact=True),
     # of two
     _several("add", 2, "{0} + {1}", lambda b, y, g, a, c: (g, g), _CHEAP),
     _several("sub", 2, "{0} - {1}", lambda b, y, g, a, c: (g, b.make("neg", g)), _CHEAP),
     _several("mul", 2, "{0} * {1}", lambda b, y, g, a, c: (b.mul(g, c), b.mul(g, a)), _CHEAP),
     _several("div", 2, "{0} / {1}", _quotient, _ONE_STEP),
-    _several("maximum", 2, "torch.maximum({0}, {1})", _greater, _CHEAP, "{0} > {1} || {0} != {0} ? {0} : {1}"),
-    _several("minimum", 2, "torch.minimum({0}, {1})", _lesser, _CHEAP, "{0} < {1} || {0} != {0} ? {0} : {1}"),
+    _several("maximum", 2, "torch.maximum({0}, {1})", _greater, _CHEAP, _GREATER),
+    _several("minimum", 2, "torch.minimum({0}, {1})", _lesser, _CHEAP, _LESS),
     # truth values
     _comparison("lt", "<"),
     _comparison("le", "<="),
