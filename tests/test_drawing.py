@@ -28,7 +28,7 @@ from loopfold.drawing.paint import Scene
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Moment, Unfolded
 from loopfold.language.recurrent import recurrent_lm
-from loopfold.patterns import Pattern
+from loopfold.wiring import Pattern
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

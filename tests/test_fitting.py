@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopfold as lf
-from loopfold.patterns import Pattern
+from loopfold.wiring import Pattern
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

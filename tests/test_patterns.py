@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.feeding import Outputs
-from loopfold.patterns import Pattern
+from loopfold.wiring import Pattern
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64

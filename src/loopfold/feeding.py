@@ -243,6 +243,13 @@ class Feeding(ABC):
         """The vector fed back after one step, from its output `o [batch, size]` and its target `y`."""
 
 
+def checked_feeding(feeding: Feeding) -> Feeding:
+    """`feeding`, if it is one."""
+    if not isinstance(feeding, Feeding):
+        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
+    return feeding
+
+
 @dataclass(frozen=True)
 class TeacherForcing(Feeding):
     """The true y(t). All inputs are known beforehand, so nothing has to wait for the model's outputs (M20)."""

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from loopfold.drawing.figure import CYCLE, Drawing, new_figure, style
 from loopfold.evaluation import evaluating
-from loopfold.patterns import Pattern, When
 from loopfold.states import alive, in_evaluation, whole_number
 from loopfold.training.loop import Diverged
+from loopfold.wiring import Pattern, When
 
 Batches = Iterable[Any] | Callable[[int], Any]
 Loss = Callable[..., Tensor]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from loopfold.backpropagation import Loss
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
-from loopfold.patterns import Pattern
 from loopfold.recurrent import Bidirectional, plain_loops, recurrences_of
 from loopfold.states import State, leaves, map_state, name_of
 from loopfold.transitions import Embedded, Transition
+from loopfold.wiring import Pattern
 
 # ------------------------------------------------------------------ the share of each step
 

@@ -42,14 +42,9 @@ from loopfold.patterns import (
     Autoencoder,
     EncoderDecoder,
     OutputRecurrence,
-    Pattern,
-    Prediction,
-    Readout,
     SequenceToOne,
     SequenceToSequence,
     VectorToSequence,
-    When,
-    Wiring,
 )
 from loopfold.probing import HiddenStates, Tracked, hidden_states
 from loopfold.processes import Processes
@@ -80,6 +75,7 @@ from loopfold.transitions import (
     Uniform,
 )
 from loopfold.unfolding import Unfolding, unfold
+from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring
 
 __all__ = [
     "Auto",

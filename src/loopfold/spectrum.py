@@ -14,8 +14,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, gates_of, short_names
 from loopfold.states import in_evaluation, name_of
 from loopfold.stepgraph.aten import Product, aten
-from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph
-from loopfold.stepgraph.hoist import apply, needed_for
+from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, apply, needed_for
 from loopfold.stepgraph.trace import tensors_of, trace
 from loopfold.transitions import example_inputs, initial_state
 

@@ -23,6 +23,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
+from loopfold.undoing import (
+    ARRAY,
+    CELL,
+    GENERATOR,
+    GLOBALS,
+    MAPPING,
+    RANDOM,
+    RANDOM_STATE,
+    SEQUENCE,
+    SET,
+    SET_ON,
+    Kind,
+    is_foreign,
+    random_source,
+    slots,
+)
+
 
 def fingerprint(f: nn.Module) -> tuple[Any, ...]:
     """What a trace of `f` has fixed, as something that can be compared with what it is at a later call.
@@ -71,96 +88,6 @@ def unchanged(f: Callable[..., Any]) -> Iterator[list[str]]:
                 changed += sorted(f"self.{k}" for k in keys) or [label]
 
 
-class _Kind(NamedTuple):
-    """How the contents of a kind of thing are read, put back, and compared."""
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], Any]
-    key: Callable[[Any], Any]
-
-
-def _refill(thing: Any, before: list[Any]) -> None:
-    thing.clear()
-    thing.extend(before)
-
-
-def _refill_set(thing: set[Any], before: set[Any]) -> None:
-    thing &= before
-    thing |= before
-
-
-def _refill_dict(thing: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Never empty in between: it may be what a module holds, and other threads may be using that."""
-    for key in thing.keys() - before.keys():
-        del thing[key]
-    thing.update(before)
-
-
-def _set_again(thing: Any, before: dict[str, Any]) -> None:
-    for name in [name for name in _attributes(thing) if name not in before]:
-        delattr(thing, name)
-    for name, value in before.items():
-        if getattr(thing, name, before) is not value:
-            setattr(thing, name, value)
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    """What is set on an object with slots, or on a class."""
-    if isinstance(thing, type):
-        return {name: value for name, value in vars(thing).items() if not name.startswith("__")}
-    kind: Any = type(thing)
-    return {name: getattr(thing, name) for name in _slots(kind) if hasattr(thing, name)}
-
-
-def _named(variables: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: variables[name] for name in names if name in variables}
-
-
-def _name_again(place: tuple[dict[str, Any], frozenset[str]], before: dict[str, Any]) -> None:
-    variables, names = place
-    for name in _named(variables, names).keys() - before.keys():
-        del variables[name]
-    variables.update(before)
-
-
-def _by_identity(contents: dict[Any, Any]) -> Any:
-    return {(key, id(value)) for key, value in contents.items()}
-
-
-def _flat(state: dict[str, Any]) -> list[Any]:
-    """Where numpy's random numbers stand, as something that can be compared."""
-    values = state.values()
-    return [_flat(v) if isinstance(v, dict) else v.tobytes() if hasattr(v, "tobytes") else v for v in values]
-
-
-def _put(array: Any, before: Any) -> None:
-    array[...] = before
-
-
-_SEQUENCE = _Kind(list, _refill, lambda contents: [id(value) for value in contents])
-_SET = _Kind(set, _refill_set, lambda contents: {id(value) for value in contents})
-_MAPPING = _Kind(dict, _refill_dict, _by_identity)
-_SET_ON = _Kind(_attributes, _set_again, _by_identity)
-_CELL = _Kind(lambda cell: cell.cell_contents, lambda cell, before: setattr(cell, "cell_contents", before), id)
-_GLOBALS = _Kind(lambda place: _named(*place), lambda place, before: _name_again(place, before), _by_identity)
-_ARRAY = _Kind(lambda array: array.copy(), _put, lambda array: array.tobytes())
-_RANDOM = _Kind(lambda source: source.getstate(), lambda source, before: source.setstate(before), lambda state: state)
-_GENERATOR = _Kind(lambda g: g.get_state(), lambda g, before: g.set_state(before), lambda state: state.tolist())
-_RANDOM_STATE = _Kind(lambda s: s.get_state(legacy=False), lambda s, before: s.set_state(before), _flat)
-_BITS = _Kind(lambda g: g.bit_generator.state, lambda g, before: setattr(g.bit_generator, "state", before), _flat)
-
-
-def _random_source(value: Any) -> _Kind | None:
-    """How a source of random numbers is read, if `value` is one."""
-    if isinstance(value, random.Random):
-        return _RANDOM
-    if isinstance(value, torch.Generator):
-        return _GENERATOR
-    if not type(value).__module__.startswith("numpy."):  # a class of the user's may answer to any name
-        return None
-    return _BITS if hasattr(value, "bit_generator") else _RANDOM_STATE if hasattr(value, "get_state") else None
-
-
 class _Same:
     """Stands for an object in a fingerprint: equal to itself alone. An id would not do: Python gives it out again."""
 
@@ -204,7 +131,7 @@ class _Walk:
 
     def __init__(self, f: Any) -> None:
         self.found: list[Any] = [torch.get_default_dtype()]
-        self.mutable: list[tuple[str, Any, _Kind]] = []  # label, thing, how it is read
+        self.mutable: list[tuple[str, Any, Kind]] = []  # label, thing, how it is read
         self.names: set[str] = set()
         self.iterators: list[str] = []
         self.remembers = False
@@ -248,7 +175,7 @@ class _Walk:
                 found.append(key)
                 self._value(value)
         for held in (vars(part), part._parameters, part._buffers, part._modules):
-            self.mutable.append(("self", held, _MAPPING))
+            self.mutable.append(("self", held, MAPPING))
         found.append(any(getattr(part, name) for name in _HOOKS))
 
     def _value(self, value: Any) -> None:
@@ -275,18 +202,18 @@ class _Walk:
             self._value(value)
 
     def _container(self, values: Any) -> None:
-        self.mutable.append((self.label, values, _SEQUENCE))
+        self.mutable.append((self.label, values, SEQUENCE))
         self._values(values)
 
     def _set(self, values: Any) -> None:
         if isinstance(values, set):
-            self.mutable.append((self.label, values, _SET))
+            self.mutable.append((self.label, values, SET))
         plain = frozenset(v for v in values if type(v) in _PLAIN or type(v) is float)
         self.found += (plain, frozenset(_Same(v) for v in values if v not in plain))
 
     def _dict(self, values: Any) -> None:
         if isinstance(values, dict):
-            self.mutable.append((self.label, values, _MAPPING))
+            self.mutable.append((self.label, values, MAPPING))
         self.found.append(len(values))
         for key, value in list(values.items()):
             self._value(key)
@@ -294,7 +221,7 @@ class _Walk:
 
     def _function(self, function: Any) -> None:
         self.found.append(function.__code__)
-        foreign = _is_foreign(function.__module__)
+        foreign = is_foreign(function.__module__)
         if vars(function):
             self.remembers |= not foreign
             self._dict(vars(function))
@@ -313,7 +240,7 @@ class _Walk:
         self.names |= names
         if "is_grad_enabled" in names:
             self.found.append(torch.is_grad_enabled())
-        self.mutable.append((f"a global of {function.__name__}", (outside, names), _GLOBALS))
+        self.mutable.append((f"a global of {function.__name__}", (outside, names), GLOBALS))
         for name in sorted(names):
             if name in outside or name in sys.modules:  # the latter where it is imported inside the function
                 self.label = name
@@ -324,12 +251,12 @@ class _Walk:
         if not isinstance(value, types.ModuleType):
             self._value(value)
         elif value is random:
-            self.mutable.append(("the random numbers of random", random, _RANDOM))
+            self.mutable.append(("the random numbers of random", random, RANDOM))
         elif value.__name__ in ("numpy", "numpy.random") and "random" in (*names, self.label):
-            self.mutable.append(("the random numbers of numpy", sys.modules["numpy"].random, _RANDOM_STATE))
+            self.mutable.append(("the random numbers of numpy", sys.modules["numpy"].random, RANDOM_STATE))
         elif value is torch and not names.isdisjoint(_SEEDS):
-            self.mutable.append(("the random numbers of torch", torch.default_generator, _GENERATOR))
-        elif not _is_foreign(value.__name__):
+            self.mutable.append(("the random numbers of torch", torch.default_generator, GENERATOR))
+        elif not is_foreign(value.__name__):
             for name in sorted(names & vars(value).keys()):
                 if (id(value), name) not in self._attributes:
                     self._attributes.add((id(value), name))
@@ -340,7 +267,7 @@ class _Walk:
     def _python_module(self, module: Any) -> None:
         """One that is held as a value, so that nothing says which of its attributes are read: all that are data."""
         self.found.append(module.__name__)
-        if not _is_foreign(module.__name__):
+        if not is_foreign(module.__name__):
             for name, value in list(vars(module).items()):
                 if name[:2] != "__" and not isinstance(value, types.ModuleType | type) and not callable(value):
                     self.found.append(name)
@@ -349,7 +276,7 @@ class _Walk:
     def _cell(self, cell: Any) -> None:
         try:
             self._value(cell.cell_contents)
-            self.mutable.append((self.label, cell, _CELL))
+            self.mutable.append((self.label, cell, CELL))
         except ValueError:  # a name that has no value yet
             self.found.append(None)
 
@@ -365,12 +292,12 @@ class _Walk:
     def _class(self, kind: type) -> None:
         """What the user's own classes hold: constants, and what their methods read."""
         for base in kind.__mro__:
-            if _is_foreign(base.__module__):
+            if is_foreign(base.__module__):
                 continue
             self.found.append(id(base))
             if base not in self._classes:
                 self._classes.add(base)
-                self.mutable.append((base.__name__, base, _SET_ON))
+                self.mutable.append((base.__name__, base, SET_ON))
                 for name, value in vars(base).items():
                     if not name.startswith("__") or isinstance(value, types.FunctionType):
                         self.label = f"{base.__name__}.{name}"
@@ -387,7 +314,7 @@ class _Walk:
         elif array.nbytes > _LARGE:
             self.found.append(hash(array.flat[:: max(1, array.size // _SAMPLE)].tobytes()))
         else:
-            self.mutable.append((self.label, array, _ARRAY))
+            self.mutable.append((self.label, array, ARRAY))
             self.found.append(hash(array.tobytes()))
 
 
@@ -404,7 +331,7 @@ def _look_at(walk: _Walk, value: Any) -> None:
     for kinds, look in ((dict, walk._dict), ((list, deque), walk._container), (set, walk._set), (tuple, walk._values)):
         if isinstance(value, kinds):
             look(value)
-    source = _random_source(value)
+    source = random_source(value)
     if source is not None:
         walk.mutable.append((f"the random numbers of {walk.label}", value, source))
         walk.found.append(str(source.key(source.read(value))))
@@ -421,15 +348,15 @@ def _look_at(walk: _Walk, value: Any) -> None:
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         kind = type(value).__module__
-        if not _is_foreign(kind) or kind in ("types", "argparse", "collections"):
+        if not is_foreign(kind) or kind in ("types", "argparse", "collections"):
             walk._dict(attributes)
         else:  # of a logger, or an optimiser, what is near: the rest holds the whole world
             walk._values([v for v in attributes.values() if type(v) in _NEAR])
     own: Any = type(value)
-    for name in _slots(own):
+    for name in slots(own):
         walk._value(getattr(value, name, None))
-    if _slots(own):
-        walk.mutable.append((walk.label, value, _SET_ON))
+    if slots(own):
+        walk.mutable.append((walk.label, value, SET_ON))
     return walk._class(type(value))
 
 
@@ -452,27 +379,10 @@ _LOOK: dict[type, Callable[[_Walk, Any], None]] = {
 
 
 @functools.cache
-def _is_foreign(module: str | None) -> bool:
-    """Whether code of this Python module is taken to stay as it is: torch, Python's own library, and ourselves."""
-    package = (module or "").partition(".")[0]
-    return package in ("torch", "loopfold", "numpy") or package in sys.stdlib_module_names
-
-
-@functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
     """The global names and attributes in a function, and in the functions written inside it."""
     inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
-
-
-@functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
-    if _is_foreign(kind.__module__):
-        return ()
-    found = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__]
-    slots = [(base, n) for base, names in found for n in ((names,) if isinstance(names, str) else names)]
-    private = {n: f"_{base.__name__.lstrip('_')}{n}" for base, n in slots if n[:2] == "__" and n[-2:] != "__"}
-    return tuple(private.get(n, n) for _, n in slots if n in private or n[:2] != "__")
 
 
 def global_hooks() -> bool:

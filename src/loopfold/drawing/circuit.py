@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from loopfold.drawing.notation import operation_symbol, parameter_symbols
-from loopfold.patterns import When
 from loopfold.stepgraph.aten import aten
-from loopfold.stepgraph.graph import Node, StepGraph
-from loopfold.stepgraph.hoist import apply, needed_for
+from loopfold.stepgraph.graph import Node, StepGraph, apply, needed_for
+from loopfold.wiring import When
 
 
 class Level(Enum):

@@ -12,8 +12,8 @@ from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.feeding import Feeding
-from loopfold.patterns import When
 from loopfold.states import whole_number
+from loopfold.wiring import When
 
 
 def draw(

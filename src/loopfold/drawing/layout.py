@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from itertools import combinations
 
 from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
-from loopfold.patterns import When
+from loopfold.wiring import When
 
 ROW = 0.95  # from one row of the book's variables to the next
 APART = 0.86  # between the states of a layer, which form stairs so that edges from below reach each of them

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from loopfold.drawing.circuit import Circuit, Level, Port, Role, Source, Values, Variable, same
 from loopfold.drawing.notation import symbol
 from loopfold.errors import Argument, OptionError
-from loopfold.feeding import Feeding
-from loopfold.patterns import Pattern, When, Wiring
+from loopfold.feeding import Feeding, checked_feeding
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
 from loopfold.states import State, Step, in_evaluation, leaves, name_of
 from loopfold.stepgraph.graph import Refusal, StepGraph
 from loopfold.stepgraph.trace import tensors_of, trace, trace_map
 from loopfold.transitions import Embedded, example_inputs, initial_state, one_number
 from loopfold.unfolding import check_input, check_steps
+from loopfold.wiring import Pattern, When, Wiring
 
 
 def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None) -> Circuit:
@@ -28,8 +28,8 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
     wiring = wiring_of(model)
     if wiring is None and hasattr(model, "initial_context"):  # a language model; those modules stand below this one
         raise TypeError(f"{name_of(model)} has no recurrence to draw; draw takes recurrent language models.")
-    if feeding is not None and not isinstance(feeding, Feeding):
-        raise TypeError(f"feeding must be an object such as lf.TeacherForcing(); got {feeding!r}.")
+    if feeding is not None:
+        checked_feeding(feeding)
     drawn = _Drawn(model, level)
     if feeding is not None and (wiring is None or wiring.feeding is None):
         raise OptionError(f"{drawn.circuit.name} feeds no output back: leave out ", Argument("feeding"), ".")

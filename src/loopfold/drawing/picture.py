@@ -9,7 +9,7 @@ from loopfold.drawing.layout import Place, blocks
 from loopfold.drawing.paint import Link, Scene, Shape, label_size, text_size
 from loopfold.drawing.routing import Spot
 from loopfold.drawing.unfolded import Arrow, Gradients, Moment, Unfolded
-from loopfold.patterns import When
+from loopfold.wiring import When
 
 RADIUS = 0.3
 SHOWN = 7  # where there are more steps, the first three and the last two are shown

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loopfold.drawing.circuit import Circuit, Edge, Role, Variable
-from loopfold.patterns import When
+from loopfold.wiring import When
 
 
 @dataclass(frozen=True)

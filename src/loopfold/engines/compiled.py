@@ -35,8 +35,8 @@ from loopfold.engines.selfcheck import (
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
-from loopfold.stepgraph.graph import Node, Refusal, Unsound
-from loopfold.stepgraph.hoist import Loop, apply
+from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply
+from loopfold.stepgraph.hoist import Loop
 from loopfold.stepgraph.loop import Value
 from loopfold.surroundings import global_hooks
 
@@ -86,7 +86,14 @@ class Saved:
 
 
 def compiled_refusal(recurrence: Recurrence) -> str | None:
-    """Why no compiling engine can run this call, or None. What the call decides is asked first, and not remembered."""
+    """Why no compiling engine can run this call, or None; each engine asks, and the call is looked at once."""
+    if "refusal" not in recurrence.memo:
+        recurrence.memo["refusal"] = _refusal(recurrence)
+    return recurrence.memo["refusal"]
+
+
+def _refusal(recurrence: Recurrence) -> str | None:
+    """What the call decides is asked first, and not remembered for later ones."""
     parts = leaves(recurrence.state)
     tensors = [t for t in (recurrence.x, *parts) if t is not None]
     if any(t.is_meta for t in tensors):

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from loopfold.feeding import Classes, TeacherForcing
 from loopfold.language.base import Context, LanguageModel, Next, Scored, losses
-from loopfold.patterns import Readout, SequenceToSequence, Wiring
+from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
 from loopfold.states import at_end, whole_number
 from loopfold.transitions import Embedded
+from loopfold.wiring import Readout, Wiring
 
 
 class RecurrentLM(LanguageModel):

@@ -78,6 +78,38 @@ class StepGraph:
         return "\n".join(lines)
 
 
+# ------------------------------------------------------------------ parts of a graph
+
+
+def needed_for(roots: list[Node], given: dict[Node, Any] | set[Node]) -> list[Node]:
+    """The nodes that must run to have `roots`, when `given` are there."""
+    seen: dict[Node, None] = {}
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in seen and node not in given:
+            seen[node] = None
+            todo += node.inputs()
+    return list(seen)
+
+
+def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
+    """Run one operation on the values of what it reads, for a batch of `rows`."""
+    if node.op == "getitem":
+        return values[node.args[0]][node.args[1]]
+    assert node.target is not None
+    kwargs = {k: _real(v, values, rows) for k, v in node.kwargs.items()}
+    return node.target(*[_real(a, values, rows) for a in node.args], **kwargs)
+
+
+def _real(a: Any, values: dict[Node, Any], rows: int) -> Any:
+    if isinstance(a, Node):
+        return values[a]
+    if isinstance(a, tuple):
+        return [_real(v, values, rows) for v in a]
+    return rows if a is BATCH else a
+
+
 # ------------------------------------------------------------------ what differs between batch sizes
 
 

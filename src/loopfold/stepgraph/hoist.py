@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from loopfold.stepgraph.aten import Truth, aten
-from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, nodes_in
+from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, needed_for, nodes_in
 from loopfold.stepgraph.loop import Builder, Value, ordered
+from loopfold.stepgraph.rowwise import check_rowwise
 from loopfold.stepgraph.rules import OWN, RULES
 
 
@@ -91,35 +92,6 @@ class Loop:
 def hoist(graph: StepGraph) -> Loop:
     """Split `graph` at its loop, or say why that cannot be done."""
     return _Hoist(graph).split()
-
-
-def needed_for(roots: list[Node], given: dict[Node, Any] | set[Node]) -> list[Node]:
-    """The nodes that must run to have `roots`, when `given` are there."""
-    seen: dict[Node, None] = {}
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in seen and node not in given:
-            seen[node] = None
-            todo += node.inputs()
-    return list(seen)
-
-
-def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
-    """Run one operation on the values of what it reads, for a batch of `rows`."""
-    if node.op == "getitem":
-        return values[node.args[0]][node.args[1]]
-    assert node.target is not None
-    kwargs = {k: _real(v, values, rows) for k, v in node.kwargs.items()}
-    return node.target(*[_real(a, values, rows) for a in node.args], **kwargs)
-
-
-def _real(a: Any, values: dict[Node, Any], rows: int) -> Any:
-    if isinstance(a, Node):
-        return values[a]
-    if isinstance(a, tuple):
-        return [_real(v, values, rows) for v in a]
-    return rows if a is BATCH else a
 
 
 class _Hoist:
@@ -416,39 +388,3 @@ def _cut_of(node: Node) -> tuple[Node, int] | None:
 
 def _wrap(start: int, size: int) -> int:
     return max(0, start + size) if start < 0 else start
-
-
-# ------------------------------------------------------------------ does every row stand for itself?
-
-
-def check_rowwise(node: Node) -> None:
-    """Refuse an operation that may mix the sequences of a batch, or that is not known to keep them apart."""
-    reads = [n for n in node.inputs() if BATCH in n.shape]
-    rank, known = len(node.shape), aten(node.op)
-    fine = False
-    if node.op == "getitem":
-        fine = True
-    elif node.target is not None and (torch.Tag.pointwise in node.target.tags or known.pointwise):
-        fine = all(len(n.shape) == rank and n.shape[0] is BATCH for n in reads) and not any(
-            n not in reads and len(n.shape) == rank and n.shape[0] != 1 for n in node.inputs()
-        )
-    elif node.op == "mm":
-        fine = node.args[0] in reads and node.args[1] not in reads
-    elif node.op == "addmm":
-        fine = node.args[1] in reads and node.args[2] not in reads and len(node.args[0].shape) < 2
-    elif node.op == "native_layer_norm":
-        fine = BATCH not in node.args[1]
-    elif node.op == "embedding":
-        fine = node.args[0] not in reads and not any(node.args[3:4])  # scaling by frequency counts across rows
-    elif known.dimension is not None:
-        first = reads[0] if reads else node
-        size = len(first.shape) + (node.op in ("unsqueeze", "stack"))
-        dims = node.args[known.dimension :][:1] or (0,)
-        dims = dims[0] if isinstance(dims[0], tuple) else dims
-        fine = bool(dims) and all(d is not None and d % size != 0 for d in dims)
-    elif known.same_rows:
-        fine = all(n.shape and n.shape[0] is BATCH for n in (*reads, node))
-    else:
-        raise Refusal(f"aten.{node.op} has no rule.")
-    if not fine:
-        raise Refusal(f"aten.{node.op} mixes the sequences of a batch.")
