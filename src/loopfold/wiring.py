@@ -137,7 +137,7 @@ class Pattern(nn.Module, ABC):
     def explain(self, *args: Any, code: bool = False, **options: Any) -> str:
         """In words: how each recurrence of this call would be run, and why. Takes what `predict` takes.
 
-        >>> from loopfold import Elman
+        >>> from loopfold import Elman, FreeRunning, VectorToSequence
         >>> print(VectorToSequence(Elman(3 + 4, 5), 4).explain(torch.ones(2, 3), feeding=FreeRunning(), steps=6))
         Elman over τ = 1, batch 2, float32 on cpu: Sequential, because there is only one step, so no loop to compile.
           so 6 times, one after the other
