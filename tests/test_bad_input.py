@@ -421,7 +421,7 @@ KINDS: list[Case] = [
     (
         lambda: wrong.from_torch(nn.Linear(3, 5)),
         TypeError,
-        "from_torch takes nn.RNN, nn.LSTM or nn.GRU; got a Linear.",
+        "from_torch takes nn.RNN, nn.LSTM or nn.GRU, or their cells; got a Linear.",
     ),
     (
         lambda: lf.from_torch(nn.LSTM(3, 5, proj_size=2)),

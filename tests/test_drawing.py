@@ -719,7 +719,7 @@ class Branching(lf.Transition):
             "leave x out",
         ),
         (lf.beside, TypeError, "got none"),
-        (lambda: lf.draw(PATTERNS["every step"](), 4, x=[1, 2]), TypeError, "list"),  # type: ignore[arg-type]
+        (lambda: lf.draw(PATTERNS["every step"](), 4, x=[1, 2]), TypeError, "list"),
     ],
 )
 def test_bad_input_is_told_in_words(call: Callable[[], Any], error: type[Exception], words: str) -> None:

@@ -1,6 +1,6 @@
 """The examples: each has what a page needs and uses public names alone; and small versions come out as claimed.
 
-The last five are in test_examples_6_to_10.py.
+The others are in test_examples_6_to_10.py.
 """
 
 import ast

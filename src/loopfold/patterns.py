@@ -131,7 +131,7 @@ class OutputRecurrence(Pattern):
                 f"the state has shape {tuple(fed.shape)}; x has batch {x.shape[1]} and outputs are of size "
                 f"{self.outputs.size}, so it must be {(x.shape[1], self.outputs.size)}."
             )
-        known = _checked(feeding, y).known(y, self.outputs)
+        known = checked_truth(feeding, y).known(y, self.outputs)
         if known is not None:  # nothing waits: every step at once
             known = known.to(x.dtype)
             h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
@@ -206,7 +206,7 @@ class VectorToSequence(Pattern):
         check_steps(tau)
         check_targets(y, tau, x.shape[0])
         start = x.new_zeros(x.shape[0], self.outputs.size)
-        known = _checked(feeding, y).known(y, self.outputs)
+        known = checked_truth(feeding, y).known(y, self.outputs)
         if known is not None:  # the inputs are known beforehand: one run over the sequence
             fed = torch.cat([start[None], known[:-1].to(x.dtype)])
             run = self.recurrent(torch.cat([x.expand(tau, *x.shape), fed], -1), state)
@@ -218,7 +218,7 @@ class VectorToSequence(Pattern):
             runs.append(self.recurrent(torch.cat([x, fed], -1)[None], state if t == 0 else runs[-1].last))
             os.append(self.readout(runs[-1].last_hidden))
             fed = feeding.next(os[-1], None if y is None else y[t], self.outputs)
-        return Prediction(torch.stack(os), _join(runs))
+        return Prediction(torch.stack(os), joined(runs))
 
     @property
     def wiring(self) -> Wiring:
@@ -332,7 +332,8 @@ class Autoencoder(Pattern):
         return self(x, lengths=lengths)
 
 
-def _checked(feeding: Feeding, y: Tensor | None) -> Feeding:
+def checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:
+    """`feeding`, if it is one, and has the targets that it reads."""
     if checked_feeding(feeding).reads_truth and y is None:
         raise ValueError(
             f"{type(feeding).__name__} needs the targets y. To feed the model's own outputs back, "
@@ -341,7 +342,9 @@ def _checked(feeding: Feeding, y: Tensor | None) -> Feeding:
     return feeding
 
 
-def _join(runs: list[Unfolding]) -> Unfolding:
+def joined(runs: list[Unfolding]) -> Unfolding:
     """Runs of one step each, end to end."""
     states = map_state(lambda *parts: torch.cat(parts), *[run.states for run in runs])
-    return Unfolding(states, runs[-1].last, torch.cat([run.hidden for run in runs]), runs[-1].last_hidden)
+    outputs = [run.outputs for run in runs]
+    joined = None if outputs[0] is None else map_state(lambda *parts: torch.cat(parts), *outputs)
+    return Unfolding(states, runs[-1].last, torch.cat([run.hidden for run in runs]), runs[-1].last_hidden, joined)

@@ -1,7 +1,9 @@
 """The public names, those that `import loopfold as lf` gives."""
 
+from loopfold.attention import AttentionDecoder
 from loopfold.backpropagation import BPTT, bptt, truncated_bptt
 from loopfold.comparison import compare
+from loopfold.drawing.charts import draw_attention
 from loopfold.drawing.circuit import Level
 from loopfold.drawing.draw import draw
 from loopfold.drawing.figure import Drawing, style
@@ -78,6 +80,7 @@ from loopfold.unfolding import Unfolding, unfold
 from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring
 
 __all__ = [
+    "AttentionDecoder",
     "Auto",
     "Autoencoder",
     "BPTT",
@@ -171,6 +174,7 @@ __all__ = [
     "compare",
     "count_parameters",
     "draw",
+    "draw_attention",
     "eigenvalues",
     "fit",
     "from_torch",

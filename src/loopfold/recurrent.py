@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from loopfold.engines.auto import Auto, explain
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.sequential import Sequential
-from loopfold.states import State, Step, in_evaluation, leaves, map_state, name_of
-from loopfold.transitions import GRU, LSTM, Elman, initial_state
+from loopfold.states import State, Step, in_evaluation, map_state, name_of
+from loopfold.transitions import GRU, LSTM, Elman, hidden_size, initial_state
 from loopfold.unfolding import Unfolding, checked, unfold
 
 
@@ -56,6 +56,9 @@ class RecurrentLayer(nn.Module, ABC):
 class Recurrent(RecurrentLayer):
     """A transition, unfolded over whatever it is called on.
 
+    It takes what `unfold` takes: `lengths`, `steps`, a `context`. A layer above reads `run.hidden`, which is the first
+    part of the output of a transition that returns `(output, state)`.
+
     >>> run = Recurrent(LSTM(3, 5))(torch.ones(7, 2, 3))
     >>> run.hidden.shape, run.last.c.shape
     (torch.Size([7, 2, 5]), torch.Size([2, 5]))
@@ -74,31 +77,33 @@ class Recurrent(RecurrentLayer):
 
     def forward(
         self,
-        x: Tensor | None = None,
+        x: State | None = None,
         state: State | None = None,
         lengths: Tensor | list[int] | None = None,
         *,
         steps: int | None = None,
+        context: State | None = None,
     ) -> Unfolding:
-        return unfold(self.cell, x, state, lengths, self.engine, steps=steps)
+        return unfold(self.cell, x, state, lengths, self.engine, context, steps=steps)
 
     def recurrence(
         self,
-        x: Tensor | None = None,
+        x: State | None = None,
         state: State | None = None,
         lengths: Tensor | list[int] | None = None,
         *,
         steps: int | None = None,
+        context: State | None = None,
     ) -> Recurrence:
         """What an engine is given for such a call."""
-        return checked(self.cell, x, state, lengths, steps)
+        return checked(self.cell, x, state, lengths, steps, context)
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch)
 
     @property
     def hidden_size(self) -> int:
-        return leaves(self.initial_state(1))[0].shape[-1]
+        return hidden_size(self.cell)
 
     def extra_repr(self) -> str:
         return f"engine={self.engine}"
@@ -283,8 +288,12 @@ class Bidirectional(RecurrentLayer):
         first, second = (None, None) if state is None else state
         there = self.forwards(x, first, lengths)  # checks x and lengths
         back = self.backwards(_reverse(x, lengths), second, lengths)
-        states = map_state(lambda leaf: _reverse(leaf, lengths), back.states)
+        states, outputs = (
+            None if part is None else map_state(lambda leaf: _reverse(leaf, lengths), part)
+            for part in (back.states, back.outputs)
+        )
         return Unfolding(
+            outputs=None if there.outputs is None and outputs is None else (there.outputs, outputs),
             states=(there.states, states),
             last=(there.last, back.last),
             hidden=torch.cat([there.hidden, _reverse(back.hidden, lengths)], -1),
@@ -313,25 +322,33 @@ def _reverse(x: Tensor, lengths: Tensor | list[int] | None) -> Tensor:
 
 
 _Torch = nn.RNN | nn.LSTM | nn.GRU
+_TorchCell = nn.RNNCell | nn.LSTMCell | nn.GRUCell
 
 
-def from_torch(module: _Torch, engine: Engine = Auto()) -> Stacked:
+@overload
+def from_torch(module: _TorchCell) -> Elman | LSTM | GRU: ...
+@overload
+def from_torch(module: _Torch, engine: Engine = Auto()) -> Stacked: ...
+def from_torch(module: _Torch | _TorchCell, engine: Engine = Auto()) -> Stacked | Elman | LSTM | GRU:
     """`nn.RNN`, `nn.LSTM` or `nn.GRU` as a `Stacked` of our own layers, with a copy of its weights.
 
-    Ours reads time first, `[τ, batch, n_in]`, whatever the module's `batch_first` was.
+    Ours reads time first, `[τ, batch, n_in]`, whatever the module's `batch_first` was. A cell, such as `nn.GRUCell`,
+    becomes a transition of ours, which takes the state first.
 
     >>> theirs = nn.LSTM(3, 5, num_layers=2, bidirectional=True)
     >>> x = torch.ones(7, 2, 3)
     >>> torch.allclose(from_torch(theirs)(x).hidden, theirs(x)[0], atol=1e-6)
     True
     """
+    if isinstance(module, nn.RNNCell | nn.LSTMCell | nn.GRUCell):
+        return _cell_from(module, "").train(module.training)
     if not isinstance(module, nn.RNN | nn.LSTM | nn.GRU):
-        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU; got a {type(module).__name__}.")
+        raise TypeError(f"from_torch takes nn.RNN, nn.LSTM or nn.GRU, or their cells; got a {type(module).__name__}.")
     if module.proj_size:
         raise ValueError(f"from_torch cannot take proj_size={module.proj_size}: our LSTM has no projection of h.")
     layers: list[RecurrentLayer] = []
     for k in range(module.num_layers):
-        directions = [Recurrent(_cell_from(module, f"l{k}{suffix}")) for suffix in _suffixes(module)]
+        directions = [Recurrent(_cell_from(module, f"_l{k}{suffix}")) for suffix in _suffixes(module)]
         layers.append(Bidirectional(*directions) if module.bidirectional else directions[0])
     return Stacked(layers, module.dropout, engine=engine).train(module.training)
 
@@ -340,21 +357,21 @@ def _suffixes(module: _Torch) -> list[str]:
     return ["", "_reverse"] if module.bidirectional else [""]
 
 
-def _cell_from(module: _Torch, name: str) -> Elman | LSTM | GRU:
+def _cell_from(module: _Torch | _TorchCell, name: str) -> Elman | LSTM | GRU:
     """One layer and direction of a torch module as a transition. Their two biases become our one."""
     weights = {key: p.detach() for key, p in module.named_parameters()}
-    U, W = weights[f"weight_ih_{name}"], weights[f"weight_hh_{name}"]
+    U, W = weights[f"weight_ih{name}"], weights[f"weight_hh{name}"]
     options: dict[str, Any] = {"device": U.device, "dtype": U.dtype}
     cell: Elman | LSTM | GRU
-    if isinstance(module, nn.RNN):
+    if isinstance(module, nn.RNN | nn.RNNCell):
         activation = torch.tanh if module.nonlinearity == "tanh" else torch.relu
         cell = Elman(U.shape[1], W.shape[1], activation, **options)
-    elif isinstance(module, nn.LSTM):
+    elif isinstance(module, nn.LSTM | nn.LSTMCell):
         cell = LSTM(U.shape[1], W.shape[1], **options)
     else:
         cell = GRU(U.shape[1], W.shape[1], **options)
     zeros = U.new_zeros(U.shape[0])
-    b_ih, b_hh = weights.get(f"bias_ih_{name}", zeros), weights.get(f"bias_hh_{name}", zeros)
+    b_ih, b_hh = weights.get(f"bias_ih{name}", zeros), weights.get(f"bias_hh{name}", zeros)
     with torch.no_grad():
         cell.U.copy_(U)
         cell.W.copy_(W)

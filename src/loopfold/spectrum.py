@@ -14,7 +14,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, gates_of, short_names
 from loopfold.states import in_evaluation, name_of
 from loopfold.stepgraph.aten import Product, aten
-from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, apply, needed_for
+from loopfold.stepgraph.graph import Batch, Node, Refusal, StepGraph, apply, batch_at, needed_for
 from loopfold.stepgraph.trace import tensors_of, trace
 from loopfold.transitions import example_inputs, initial_state
 
@@ -119,7 +119,7 @@ def _constants(graph: StepGraph, own: dict[str, Tensor]) -> dict[Node, Any]:
     """All that is the same at every step and for every batch: parameters, buffers, and what is computed from them."""
     found: dict[Node, Any] = {node: own[name].detach() for name, node in graph.parameters.items()}
     for node in graph.operations:
-        if BATCH not in node.shape and all(part in found for part in node.inputs()):
+        if batch_at(node.shape) is None and all(part in found for part in node.inputs()):
             found[node] = apply(node, found, 1)
     return found
 
@@ -173,7 +173,7 @@ def _fits(columns: Tensor, node: Node) -> bool:
 
 def _blank(node: Node) -> Tensor:
     """Zeros of the shape of a value, for a batch of one."""
-    return torch.zeros([1 if size is BATCH else size for size in node.shape], dtype=torch.long)
+    return torch.zeros([size.times if isinstance(size, Batch) else size for size in node.shape], dtype=torch.long)
 
 
 def _blocks(columns: Tensor) -> list[list[int]]:
@@ -219,7 +219,10 @@ def _graph(cell: nn.Module) -> StepGraph:
     """The step graph, with the first kind of input that the step takes."""
     for x in example_inputs(cell):
         try:
-            return trace(cell, x, initial_state(cell, 1, x))
+            graph = trace(cell, x, initial_state(cell, 1, x))
+            if any(node.is_draw for node in graph.operations):
+                raise Refusal("it draws random numbers, which differ at every step.")
+            return graph
         except Refusal as reason:
             raise ValueError(
                 f"which matrices multiply the state of {name_of(cell)} is not known, since it cannot be traced: "

@@ -1,6 +1,7 @@
-"""The state of a recurrence as a tree of tensors, and the zeros that a step starts from.
+"""What goes into a step and comes out of it, as trees of tensors; and the zeros that a step starts from.
 
-A state is a tensor `[batch, n]`, or a tuple or NamedTuple of tensors whose first dimension is the batch.
+A state is a tensor `[batch, n]`, or a tuple or NamedTuple of tensors whose first dimension is the batch. So is what a
+step reads (x, a context), and what it gives beside the state (an output).
 """
 
 import inspect
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from loopfold.surroundings import unchanged
 
 State = Any  # Tensor | tuple[State, ...] | NamedTuple; Python's types cannot say "any NamedTuple of tensors"
-Step = Callable[..., State]  # f(state, x) -> state, or f(state) -> state where there is no input
+Step = Callable[
+    ..., State
+]  # f(state, x, context) -> state or (output, state); without x, without context where none is
 
 
 def leaves(state: State) -> list[Tensor]:
@@ -52,6 +55,59 @@ def map_state(function: Callable[..., Tensor], state: State, *others: State) -> 
     """`function` applied leaf by leaf; the result has the structure of `state`."""
     columns = zip(leaves(state), *map(leaves, others), strict=True)
     return rebuild(state, [function(*column) for column in columns])
+
+
+# ------------------------------------------------------------------ how a step is called, and what it returns
+
+
+def take_step(f: Step, state: State, x: State | None = None, context: State | None = None, t: Any = None) -> State:
+    """What `f` returns, called with what there is: `f(state, x, context, t=t)`; the others are left out."""
+    given = [part for part in (x, context) if part is not None]
+    return f(state, *given) if t is None else f(state, *given, t=t)
+
+
+def asks_for_index(f: Step, others: int) -> bool:
+    """Whether `f` has a parameter named `t` besides the `others` that it is given by their place.
+
+    >>> asks_for_index(lambda h, x, t: h, 2), asks_for_index(lambda h, t: h, 2)
+    (True, False)
+    """
+    function = f.forward if isinstance(f, nn.Module) else f
+    code = getattr(inspect.unwrap(function), "__code__", None)  # for most steps; a signature takes longer
+    if code is not None:
+        if "t" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            return False
+    elif not hasattr(function, "__dict__"):
+        return False  # a function of torch's, not written in Python
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    first = [p.name for p in parameters[:others]]
+    return any(
+        p.name == "t" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and "t" not in first for p in parameters
+    )
+
+
+def gives_output(returned: State, state: State) -> bool:
+    """Whether a step that was given `state` has returned `(output, state)`: the second part is like it, all is not.
+
+    >>> h = torch.zeros(2, 3)
+    >>> gives_output((torch.zeros(2, 5), h), h), gives_output((h, h), (h, h))
+    (True, False)
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return False
+    return _sizes_of(returned[1]) == _sizes_of(state) and len(leaves(returned)) > len(leaves(state))
+
+
+def _sizes_of(part: State) -> Any:
+    return part.shape if isinstance(part, Tensor) else [_sizes_of(p) for p in part] if isinstance(part, tuple) else part
+
+
+def parted(returned: State, state: State) -> tuple[State | None, State]:
+    """The output and the state that a step, or an engine, has returned, where the state is like `state`."""
+    return (None, returned) if len(leaves(returned)) == len(leaves(state)) else returned
 
 
 def detached(state: State) -> State:
@@ -114,16 +170,16 @@ def whole_number(owner: str, name: str, number: int) -> int:
 # ------------------------------------------------------------------ the state that a step starts from
 
 
-def zero_state(f: Step, batch: int, x: Tensor | None = None) -> State:
+def zero_state(f: Step, batch: int, x: State | None = None, context: State | None = None) -> State:
     """Zeros of the size that `f` maps onto itself: f([batch, n], x) is [batch, n] again.
 
     The sizes tried are those of the parameters of `f` and of `x [batch, ...]`, where it is known; the structures
     are a tensor, the NamedTuple that the first argument is annotated with, and a pair.
     """
-    key = (None if x is None else x.shape[1:], None if x is None else x.dtype)
+    key = tuple((leaf.shape[1:], leaf.dtype) for leaf in _given(x, context)), x is None, context is None
     found = _known_states.setdefault(f, {}) if isinstance(f, nn.Module) else {}
     if key not in found:
-        found[key] = _one_state(f, x)
+        found[key] = _one_state(f, x, context)
     like = _a_tensor_of(f, x)
     return map_state(lambda leaf: like.new_zeros(batch, *leaf.shape[1:]), found[key])
 
@@ -131,8 +187,10 @@ def zero_state(f: Step, batch: int, x: Tensor | None = None) -> State:
 _known_states: weakref.WeakKeyDictionary[nn.Module, dict[Any, State]] = weakref.WeakKeyDictionary()
 
 
-def _one_state(f: Step, x: Tensor | None) -> State:
-    found, error = trials(f, x)
+def _one_state(f: Step, x: State | None, context: State | None) -> State:
+    found, error = trials(f, x, context=context)
+    if not all(trial.output is not None for trial in found):
+        found = [trial for trial in found if trial.output is None]
     plainest = min((trial.structure for trial in found), default=0)
     states = {trial.size: trial.state for trial in found if trial.structure == plainest}
     if len(states) == 1:
@@ -143,8 +201,8 @@ def _one_state(f: Step, x: Tensor | None) -> State:
             f"chosen for it. Pass state=..., or define initial_state(self, batch) on it."
         )
     raise ValueError(
-        f"no zero state was found for {name_of(f)}: no size among {sorted(_sizes(f, x))} is mapped onto itself. "
-        f"Pass state=..., or define initial_state(self, batch) on it."
+        f"no zero state was found for {name_of(f)}: no size among {sorted(_sizes(f, x, context))} "
+        f"is mapped onto itself. Pass state=..., or define initial_state(self, batch) on it."
         + (f" The first trial failed with: {error}" if error else "")
     ) from error
 
@@ -156,65 +214,90 @@ def _one_state(f: Step, x: Tensor | None) -> State:
 class Trial:
     """An input and a state that a step maps onto a state of the same sizes."""
 
-    x: Tensor | None  # [TRIAL_BATCH, …]; None for a step without input
+    x: State | None  # [TRIAL_BATCH, …]; None for a step without input
     state: State  # as the step returned it, which may be a NamedTuple
     size: int  # n of its tensors; 0 for a state that was given
     structure: int  # 0 is the first structure tried
+    output: State | None  # what the step returned beside the state
 
 
 TRIAL_BATCH = 7  # odd enough that nothing fits by chance: `h, c = state` fails on a plain tensor
 
 
 def trials(
-    f: Step, x: Tensor | None = None, start: Callable[[int], State] | None = None
+    f: Step,
+    x: State | None = None,
+    start: Callable[[int], State] | None = None,
+    context: State | None = None,
 ) -> tuple[list[Trial], Exception | None]:
     """What `f` can be given, among zeros of the sizes that its parameters suggest; and what the first trial raised.
 
     `x [batch, …]` is an input, and `start(batch)` a state, where they are known. For each input, only the first
-    structure of a state that fits counts.
+    structure of a state that fits counts; one that fits with an output beside it, only if no other does: a step that
+    returns a pair is more often one whose state is a pair.
     """
+    if isinstance(f, nn.Module) and any(nn.parameter.is_lazy(p) for p in f.parameters()):
+        return [], None  # a trial would fix the sizes of its parameters
     like = _a_tensor_of(f, x)
-    inputs = _possible_inputs(f, like) if x is None else [x.new_zeros(TRIAL_BATCH, *x.shape[1:])]
+    inputs = _possible_inputs(f, like) if x is None else [_blank(x)]
+    given_context = None if context is None else _blank(context)
     found: list[Trial] = []
     first: Exception | None = None
     for given in inputs:
-        zeros = {n: like.new_zeros(TRIAL_BATCH, n) for n in sorted(_sizes(f, given))}
+        zeros = {n: like.new_zeros(TRIAL_BATCH, n) for n in sorted(_sizes(f, given, context))}
         groups = [{n: partial(build, leaf) for n, leaf in zeros.items()} for build in _possible_structures(f)]
+        fits: list[Trial] = []
+        with_output: list[Trial] = []
         for structure, group in enumerate([{0: partial(start, TRIAL_BATCH)}] if start else groups):
-            fits = []
+            here: list[Trial] = []
             for n, make in group.items():
                 try:
-                    state, new = _trial(f, make, given)
+                    state, new = _trial(f, make, given, given_context)
                     if [leaf.shape for leaf in leaves(new)] == [leaf.shape for leaf in leaves(state)]:
-                        fits.append(Trial(given, new, n, structure))
+                        fits.append(Trial(given, new, n, structure, None))
+                    elif gives_output(new, state):
+                        here.append(Trial(given, new[1], n, structure, new[0]))
                 except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
                     first = first or error
-            found += fits
+            with_output = with_output or here
             if fits:
                 break
+        found += fits or with_output
     return found, first
 
 
-def _trial(f: Step, make: Callable[[], State], x: Tensor | None) -> tuple[State, State]:
-    """The state before a step, and after it."""
+def _trial(f: Step, make: Callable[[], State], x: State | None, context: State | None) -> tuple[State, State]:
+    """The state before a step, and what the step returns."""
     step = f.forward if isinstance(f, nn.Module) else f  # not f itself: hooks on a module are no part of the trial
     with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
         state = make()
-        return state, step(state) if x is None else step(state, x)
+        asks = asks_for_index(f, 1 + (x is not None) + (context is not None))
+        t = leaves(state)[0].new_zeros(TRIAL_BATCH, 1) if asks else None
+        return state, take_step(step, state, x, context, t)
+
+
+def _blank(given: State) -> State:
+    return map_state(lambda leaf: leaf.new_zeros(TRIAL_BATCH, *leaf.shape[1:]), given)
+
+
+def _given(*parts: State | None) -> list[Tensor]:
+    return [leaf for part in parts if part is not None for leaf in leaves(part)]
 
 
 def _tensors_of(f: Step) -> list[Tensor]:
-    return [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
+    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
+    return [t for t in tensors if not nn.parameter.is_lazy(t)]
 
 
-def _a_tensor_of(f: Step, x: Tensor | None) -> Tensor:
+def _a_tensor_of(f: Step, x: State | None) -> Tensor:
     """A tensor whose dtype and device the state takes over."""
-    floating = [t.detach() for t in (*_tensors_of(f), x) if t is not None and t.is_floating_point()]
+    floating = [t.detach() for t in (*_tensors_of(f), *_given(x)) if t.is_floating_point()]
     return floating[0] if floating else torch.zeros(())
 
 
-def _sizes(f: Step, x: Tensor | None) -> set[int]:
-    return {size for t in _tensors_of(f) for size in t.shape} | (set() if x is None else set(x.shape[1:]))
+def _sizes(f: Step, x: State | None, context: State | None = None) -> set[int]:
+    own = {size for t in _tensors_of(f) for size in t.shape}
+    return own | {size for leaf in _given(x, context) for size in leaf.shape[1:]}
 
 
 def _possible_inputs(f: Step, like: Tensor) -> list[Tensor | None]:

@@ -117,7 +117,7 @@ _SEEDS = {
     "manual_seed",
     "seed",
     "set_rng_state",
-}  # other ways to torch's random numbers are refused by the trace itself
+}  # what merely draws torch's random numbers is seen by the trace itself
 _MOST = 2_000  # objects: what lies beyond is known by its identity alone
 _LARGE = 1 << 16  # bytes: of a larger array a sample is compared
 _LONG, _SAMPLE = 4096, 1024  # elements: of a longer list a sample is compared

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.states import State, Step, name_of, trials, whole_number, zero_state
+from loopfold.states import State, Step, leaves, name_of, trials, whole_number, zero_state
 
 # ------------------------------------------------------------------ how W starts
 
@@ -58,6 +58,7 @@ class Transition(nn.Module, ABC):
 
     Write `forward(state, x) -> state`; the state may be a tensor `[batch, n]`, a tuple or a NamedTuple of such.
     `x` is what the network reads at one step, `[batch, n_in]`. A step without input is `forward(state) -> state`.
+    It may read more, `forward(state, x, context, t)`, and give an output beside the state: see `unfold`.
 
     >>> class Leaky(Transition):
     ...     def __init__(self, n_in, n):
@@ -106,15 +107,30 @@ class Embedded(Transition):
         return initial_state(self.cell, batch, self.embedding.weight.new_zeros(batch, self.embedding.embedding_dim))
 
 
-def initial_state(f: Step, batch: int, x: Tensor | None = None) -> State:
+def initial_state(f: Step, batch: int, x: State | None = None, context: State | None = None) -> State:
     """What `f` says of its own, or zeros of the size that it maps onto itself; `x [batch, …]` helps to find that."""
     own = _own_start(f)
-    return zero_state(f, batch, x) if own is None else own(batch)
+    return zero_state(f, batch, x, context) if own is None else own(batch)
 
 
 def _own_start(f: Step) -> Callable[[int], State] | None:
     is_zeros = isinstance(f, Transition) and type(f).initial_state is Transition.initial_state
     return None if is_zeros else getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
+
+
+def hidden_size(f: Step) -> int:
+    """The size of what a layer above `f` reads: of its state, or of the output that it gives beside it.
+
+    >>> hidden_size(LSTM(3, 5))
+    5
+    """
+    state = initial_state(f, 1)
+    if not isinstance(f, Cell):
+        found, _ = trials(f, start=lambda batch: initial_state(f, batch))
+        outputs = [trial.output for trial in found if trial.output is not None]
+        if outputs and len(outputs) == len(found):
+            return leaves(outputs[0])[0].shape[-1]
+    return leaves(state)[0].shape[-1]
 
 
 def one_number(batch: int) -> Tensor:

@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -12,7 +13,18 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.states import State, Step, at_end, describe, leaves, map_state, name_of, rebuild
+from loopfold.states import (
+    State,
+    Step,
+    asks_for_index,
+    at_end,
+    describe,
+    leaves,
+    map_state,
+    name_of,
+    parted,
+    rebuild,
+)
 from loopfold.transitions import Transition, initial_state
 
 
@@ -22,19 +34,22 @@ class Unfolding:
 
     `states`        every state, state(1…τ): the structure of the state, each leaf `[τ, batch, …]`
     `last`          the state after each sequence's own last step; pass it as `state=` to go on from there
-    `hidden`        `[τ, batch, n]`, what a layer above reads: the first leaf of `states`
-    `last_hidden`   `[batch, n]`, the same for `last`: what a whole sequence leaves behind
+    `hidden`        `[τ, batch, n]`, what a layer above reads: the first leaf of `outputs`, or of `states`
+    `last_hidden`   `[batch, n]`, the same at each sequence's end: what a whole sequence leaves behind
+    `outputs`       what the step gave beside the state, each leaf `[τ, batch, …]`; None where it gives none
 
-    With unequal lengths, `states` and `hidden` are zero after a sequence's end, as torch pads them.
+    With unequal lengths, `states`, `hidden` and `outputs` are zero after a sequence's end, as torch pads them.
     """
 
     states: State
     last: State
     hidden: Tensor
     last_hidden: Tensor
+    outputs: State | None = None
 
     def __repr__(self) -> str:
-        return f"Unfolding(states={describe(self.states)}, last={describe(self.last)})"
+        outputs = "" if self.outputs is None else f", outputs={describe(self.outputs)}"
+        return f"Unfolding(states={describe(self.states)}, last={describe(self.last)}{outputs})"
 
 
 _P = ParamSpec("_P")
@@ -62,20 +77,26 @@ def _outside_of_torch_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
 @_outside_of_torch_compile
 def unfold(
     f: Step,
-    x: Tensor | None = None,
+    x: State | None = None,
     state: State | None = None,
     lengths: Tensor | list[int] | None = None,
     engine: Engine = Auto(),
+    context: State | None = None,
     *,
     steps: int | None = None,
 ) -> Unfolding:
     """Run a step over a sequence: `state(t) = f(state(t-1), x(t))` for t = 1…τ.
 
-    `f`        a `Transition`, or any module or function `f(state, x) -> state`
-    `x`        `[τ, batch, n_in]`; without input give `steps=τ`, and `f(state) -> state`
+    `f`        a `Transition`, or any module or function `f(state, x) -> state`, or `-> (output, state)`
+    `x`        `[τ, batch, n_in]`, or a tuple or NamedTuple of such, which the step is given with x(t) in it; without
+               input give `steps=τ`, and `f(state) -> state`
     `state`    state(0); zeros, or what `f.initial_state(batch)` says, by default
     `lengths`  `[batch]` whole numbers from 1 to τ for sequences of unequal length, padded at the end
     `engine`   how to run it; the choice changes time and memory, never the value
+    `context`  what every step reads, `[batch, …]`, or a tuple of such: then `f(state, x, context)`
+
+    A step with a further parameter `t` is given the number of the step, from 0, in every call of `unfold`, as a tensor
+    `[batch, 1]` of the dtype of the state: `f(state, x, t)`.
 
     >>> from loopfold import Elman
     >>> run = unfold(Elman(3, 5), torch.ones(7, 2, 3), lengths=[7, 4])
@@ -83,31 +104,40 @@ def unfold(
     (torch.Size([7, 2, 5]), torch.Size([2, 5]))
     >>> unfold(lambda s: 2 * s, steps=3, state=torch.tensor([1.0])).hidden.tolist()
     [[2.0], [4.0], [8.0]]
+    >>> run = unfold(lambda s, x, c, t: (c * s, s + x + t), torch.ones(3, 1, 1), context=torch.full((1, 1), 5.0))
+    >>> run.states.flatten().tolist(), run.outputs.flatten().tolist()
+    ([1.0, 3.0, 6.0], [0.0, 5.0, 15.0])
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"engine must be an object such as lf.Sequential(); got {engine!r}.")
-    recurrence = checked(f, x, state, lengths, steps)
+    recurrence = checked(f, x, state, lengths, steps, context)
     reason = engine.refusal(recurrence)
     if reason is not None:
         raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason} Or use engine=lf.Auto().")
-    states = engine.run(recurrence)
+    outputs, states = parted(engine.run(recurrence), recurrence.state)
     last = map_state(lambda leaf: at_end(leaf, recurrence.lengths), states)
-    return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
+    if outputs is None:
+        return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
+    hidden = leaves(outputs)[0]
+    return Unfolding(states, last, hidden, at_end(hidden, recurrence.lengths), outputs)
 
 
 # ------------------------------------------------------------------ checks: what it got, what it expected, what to type
 
 
 def checked(
-    f: Step, x: Tensor | None, state: State | None, lengths: Tensor | list[int] | None, steps: int | None
+    f: Step,
+    x: State | None,
+    state: State | None,
+    lengths: Tensor | list[int] | None,
+    steps: int | None,
+    context: State | None = None,
 ) -> Recurrence:
     """What `unfold` was given, with every check that needs no step, ready for an engine."""
     if isinstance(f, type):
         raise TypeError(f"unfold needs a step, not its class: type {f.__name__}(...) with its sizes.")
     if not callable(f):
         raise TypeError(f"unfold needs a step f(state, x) -> state; got a {type(f).__name__}.")
-    if x is not None:
-        check_order(f)
     if x is None:
         if steps is None:
             raise ValueError("unfold needs an input x [τ, batch, n_in], or steps=τ where there is none.")
@@ -115,23 +145,95 @@ def checked(
             raise ValueError("without an input x the state must be given: unfold(f, steps=τ, state=s0).")
         tau = steps
     else:
-        parameter = next(f.parameters(), None) if isinstance(f, nn.Module) else None
-        check_input(name_of(f), x, f.input_size if isinstance(f, Transition) else None, parameter)
-        tau = x.shape[0]
+        check_order(f)
+        _check_inputs(f, x)
+        tau = leaves(x)[0].shape[0]
         if steps is not None and steps != tau:
             raise ValueError(f"x has {tau} steps and steps={steps} was given; give x alone.")
     check_steps(tau)
+    first = None if x is None else leaves(x)[0]
+    if context is not None:
+        _check_context(context, first, state)
     if state is None:
-        assert x is not None
-        state = initial_state(f, x.shape[1], x[0])
+        assert first is not None
+        state = initial_state(f, first.shape[1], map_state(lambda leaf: leaf[0], x), context)
     else:
-        state = _check_state(f, x, state)
-    checked_lengths = None if lengths is None else check_lengths(lengths, tau, _batch(x, state))
+        state = _check_state(f, first, state)
+    checked_lengths = None if lengths is None else check_lengths(lengths, tau, _batch(first, state))
+    index = _index(tau, leaves(state)[0]) if asks_for_index(f, 1 + (x is not None) + (context is not None)) else None
     if x is not None:
-        check_nan(x, checked_lengths)
-        if checked_lengths is not None:
-            x = _without_padding(x, checked_lengths)
-    return Recurrence(f, x, tau, state, checked_lengths)
+        for name, leaf in _named("x", x):
+            check_nan(leaf, checked_lengths, name)
+    if checked_lengths is not None:
+        x = None if x is None else map_state(partial(_without_padding, lengths=checked_lengths), x)
+        index = None if index is None else _without_padding(index, checked_lengths)
+    return Recurrence(f, x, tau, state, checked_lengths, context, index)
+
+
+def _index(tau: int, like: Tensor) -> Tensor:
+    """`[τ, batch, 1]`: the number of each step, for each sequence."""
+    t = torch.arange(tau, device=like.device, dtype=like.dtype)
+    batch = like.shape[:1]
+    return t.view(tau, *[1] * len(batch), 1).expand(tau, *batch, 1)
+
+
+def _named(name: str, part: State) -> list[tuple[str, Tensor]]:
+    """The tensors of x or of a context, under the names that a user writes: `x`, `x[0]`, `x.speed`."""
+    if not isinstance(part, tuple):
+        return [(name, part)]
+    fields = getattr(part, "_fields", None)
+    names = [f"{name}.{key}" for key in fields] if fields else [f"{name}[{i}]" for i in range(len(part))]
+    return [named for key, inner in zip(names, part, strict=True) for named in _named(key, inner)]
+
+
+def _check_inputs(f: Step, x: State) -> None:
+    """That every tensor of x is `[τ, batch, …]`, with one τ and one batch."""
+    parameter = next(f.parameters(), None) if isinstance(f, nn.Module) else None
+    size = f.input_size if isinstance(f, Transition) else None
+    if not isinstance(x, tuple) or isinstance(x, nn.utils.rnn.PackedSequence):
+        check_input(name_of(f), x, size, parameter)
+        return
+    parts = _named("x", x)
+    if not parts:
+        raise TypeError("x is an empty tuple; it must hold at least one tensor [τ, batch, …].")
+    if size is not None:
+        raise TypeError(
+            f"x is {describe(x)}; {name_of(f)} reads one tensor [τ, batch, {size}]. Type torch.cat(x, -1), "
+            f"or a step of your own that takes x apart."
+        )
+    for name, leaf in parts:
+        check_input(name_of(f), leaf, None, parameter, name)
+    (first_name, first), *others = parts
+    for name, leaf in others:
+        if leaf.shape[:2] != first.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {tuple(leaf.shape)} and {first_name} {tuple(first.shape)}; all that a step reads "
+                f"needs the same steps and batch, so {name} must be {(*first.shape[:2], *leaf.shape[2:])}."
+            )
+        _check_device(name, leaf, first_name, first)
+
+
+def _check_context(context: State, x: Tensor | None, state: State | None) -> None:
+    """That every tensor of a context is `[batch, …]`, beside x or, without one, the state."""
+    for name, leaf in (parts := _named("context", context)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{name} must be a tensor [batch, …], or a tuple or NamedTuple of such; got a {type(leaf).__name__}."
+            )
+    if not parts:
+        raise TypeError("the context is an empty tuple; leave it out, or give it a tensor [batch, …].")
+    other, like = ("x", x[0]) if x is not None else ("the state", leaves(state)[0])
+    if not like.dim():
+        raise ValueError("a context needs a batch: the state is one number; make it [batch, n].")
+    for name, leaf in parts:
+        if leaf.shape[:1] != like.shape[:1]:
+            batch = len(like)
+            hint = f" Type {name}.transpose(0, 1)." if leaf.dim() > 1 and leaf.shape[1] == batch else ""
+            hint = f" Type {name}.expand({batch}, -1)." if leaf.dim() == 1 else hint
+            raise ValueError(
+                f"{name} has shape {tuple(leaf.shape)}; {other} has batch {batch}, so it must be ({batch}, …).{hint}"
+            )
+        _check_device(name, leaf, other, like)
 
 
 _INPUTS = {"x", "x_t", "xt", "xs", "input", "inputs", "input_", "inp", "token", "tokens"}
@@ -167,25 +269,27 @@ def check_steps(tau: int) -> None:
         raise ValueError(f"a sequence needs at least one step; got τ = {tau}.")
 
 
-def check_input(name: str, x: Tensor, size: int | None, parameter: Tensor | None) -> None:
+def check_input(name: str, x: State, size: int | None, parameter: Tensor | None, what: str = "x") -> None:
     """That `x` is `[τ, batch, size]` where the size is known, and goes with the parameters of what reads it."""
     if not isinstance(x, Tensor):
         if isinstance(x, nn.utils.rnn.PackedSequence):
             raise TypeError("x is a PackedSequence. Type x, n = pad_packed_sequence(x), and pass lengths=n.")
-        raise TypeError(f"x must be a tensor [τ, batch, n_in]; got a {type(x).__name__}. Type torch.as_tensor(x).")
+        raise TypeError(
+            f"{what} must be a tensor [τ, batch, n_in]; got a {type(x).__name__}. Type torch.as_tensor({what})."
+        )
     if x.dim() < 2 or (size is not None and x.dim() != 3):
-        one = " For one sequence, type x.unsqueeze(1)." if x.dim() == 2 else ""
+        one = f" For one sequence, type {what}.unsqueeze(1)." if x.dim() == 2 else ""
         if one and not x.is_floating_point():
             one = " Classes must be made vectors first: nn.functional.one_hot(x, n).float(), or an nn.Embedding."
-        raise ValueError(f"x has shape {tuple(x.shape)}; {name} needs [τ, batch, {size or 'n_in'}].{one}")
+        raise ValueError(f"{what} has shape {tuple(x.shape)}; {name} needs [τ, batch, {size or 'n_in'}].{one}")
     if size is not None and x.shape[2] != size:
         where = [dim for dim in (0, 1) if x.shape[dim] == size]
         hint = f" Features come last: type x.movedim({where[0]}, 2)." if where else ""
         raise ValueError(f"x has shape {tuple(x.shape)}; {name} reads {size} features: [τ, batch, {size}].{hint}")
     if x.shape[1] < 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}: a batch of no sequences.")
+        raise ValueError(f"{what} has shape {tuple(x.shape)}: a batch of no sequences.")
     if parameter is not None:
-        _check_device("x", x, f"{name}'s parameters", parameter)
+        _check_device(what, x, f"{name}'s parameters", parameter)
         if size is not None and x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
             other = f", or .to({x.dtype}) on the module" if x.is_floating_point() else ""
             raise TypeError(
@@ -253,7 +357,7 @@ def check_lengths(lengths: Tensor | list[int], tau: int, batch: int) -> Tensor:
     return lengths.long().clone()  # a copy, since the caller may change theirs later
 
 
-def check_nan(x: Tensor, lengths: Tensor | None) -> None:
+def check_nan(x: Tensor, lengths: Tensor | None, what: str = "x") -> None:
     """Refuse NaN in x, where looking costs next to nothing: not on a GPU, which would have to wait for the answer."""
     if x.device.type != "cpu" or not x.is_floating_point() or torch.compiler.is_compiling():
         return
@@ -265,7 +369,7 @@ def check_nan(x: Tensor, lengths: Tensor | None) -> None:
     if bool(bad.any()):
         t, sequence = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"x holds NaN, first at step {t} (from 0) of sequence {sequence}. Type x.nan_to_num() to drop it."
+            f"{what} holds NaN, first at step {t} (from 0) of sequence {sequence}. Type {what}.nan_to_num() to drop it."
         )
 
 

@@ -36,6 +36,7 @@ class Wiring:
     `feeding`    what is fed back by default; None: nothing is
     `encoder`    the layer that reads x first, where the rest reads only what that leaves behind
     `targets`    what makes the targets from x; None: they are given
+    `attends`    whether every step reads all that the encoder left, as its context, and not the last of it alone
     """
 
     recurrent: nn.Module
@@ -46,6 +47,7 @@ class Wiring:
     feeding: Feeding | None = None
     encoder: RecurrentLayer | None = None
     targets: Callable[[Tensor], Tensor] | None = None
+    attends: bool = False
 
     def __post_init__(self) -> None:
         for name, (kind, example) in _KINDS.items():

@@ -230,6 +230,45 @@ def liveliest(values: Tensor) -> list[int]:
     return variance.argsort(descending=True, stable=True).tolist()
 
 
+@style()
+def draw_attention(weights: Tensor, read: Sequence[str], written: Sequence[str]) -> Drawing:
+    """Where a decoder looked: a row for each token that it wrote, a column for each that it could read.
+
+    `weights`  `[τ, places]`, of one sequence: `prediction.run.outputs.weights[:, i]`
+    `read`     what each place reads as; places after the last of them, where the source has ended, are left out
+    `written`  what each step wrote; steps after the last of them are left out
+
+    >>> draw_attention(torch.eye(3), ["eins", "zwei", "drei"], ["one", "two", "three"])
+    <Drawing: Attention of 3 steps over 3 places>
+    """
+    if weights.dim() != 2:
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; one sequence is [τ, places]: type weights[:, i].")
+    rows, columns = len(written), len(read)
+    if not (0 < rows <= weights.shape[0] and 0 < columns <= weights.shape[1]):
+        raise ValueError(
+            f"weights is {tuple(weights.shape)}, [τ, places]; got {rows} written and {columns} read tokens."
+        )
+    data = weights.detach().double().cpu()[:rows, :columns]
+    above, beside = [visible(beginning(piece)) for piece in read], [visible(beginning(piece)) for piece in written]
+    cell = 0.3  # inches
+    widest, highest = max(map(len, beside)), max(map(len, above))
+    figure = new_figure(max(3.2, cell * columns + 0.09 * widest + 1.5), max(1.6, cell * rows + 0.08 * highest + 0.7))
+    axes = figure.subplots()
+    image = _cells(axes, data, data.isfinite(), cmap=SIZES, vmin=0.0, vmax=1.0)
+    axes.set_xticks(range(columns), above, rotation=90 if highest > 2 else 0, fontfamily=families("".join(above)))
+    axes.set_yticks(range(rows), beside, fontfamily=families("".join(beside)))
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.tick_params(length=0, labelcolor=LIGHT["ink"])
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("read")
+    axes.set_ylabel("written")
+    bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=20)
+    bar.outline.set_visible(False)
+    bar.set_label("weight")
+    return Drawing(figure, f"Attention of {rows} steps over {columns} places")
+
+
 # ------------------------------------------------------------------ learning curves
 
 

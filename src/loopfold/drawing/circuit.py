@@ -135,18 +135,19 @@ class Circuit:
         results: Sequence[Variable],
         subscripts: tuple[str, ...] = (),
     ) -> None:
-        """Draw `graph`: its leaves are `ports`, what comes out are `results`, in order."""
+        """Draw `graph`: its leaves are `ports`, what comes out are `results`: the state, then outputs beside it."""
         for name, new in parameter_symbols(graph.parameters, *subscripts).items():
             self.symbols.setdefault(id(tensors[name]), new)
         traced = _Traced(graph, tensors, {n: self.symbols[id(tensors[name])] for name, n in graph.parameters.items()})
         owners: dict[Node, Variable] = {}
-        for node, result in zip(graph.outputs, results, strict=True):
+        returned = [*zip((*graph.outputs, *graph.results), results, strict=True)]
+        for node, result in returned:
             owners.setdefault(node, result)
         if self.level is Level.OPERATIONS:
             self._operations(traced, ports, owners, results[0])
         else:
             self._quotient(traced, ports, owners)
-        for node, result in zip(graph.outputs, results, strict=True):
+        for node, result in returned:
             if owners[node] is not result:  # two parts of the state that are always the same
                 self.connect(result, [Port((Source(owners[node]),))], same)
 
@@ -201,7 +202,7 @@ class _Traced:
         self.tensors = {node: tensors[name] for name, node in graph.parameters.items()}
         self.varies: dict[Node, bool] = dict.fromkeys(symbols, False)  # whether it differs from step to step
         for node in graph.operations:
-            self.varies[node] = any(self.varies.get(n, True) for n in node.inputs())
+            self.varies[node] = node.is_draw or any(self.varies.get(n, True) for n in node.inputs())
 
     def order(self, nodes: Sequence[Node]) -> list[Node]:
         """What these operations read from outside, in the order in which they do."""

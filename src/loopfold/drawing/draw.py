@@ -12,7 +12,7 @@ from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.feeding import Feeding
-from loopfold.states import whole_number
+from loopfold.states import State, whole_number
 from loopfold.wiring import When
 
 
@@ -23,8 +23,9 @@ def draw(
     *,
     level: Level | str = Level.BOOK,
     feeding: Feeding | None = None,
-    x: Tensor | None = None,
+    x: State | None = None,
     y: Tensor | None = None,
+    context: State | None = None,
 ) -> Drawing:
     """A network as a picture: its circuit, or its graph unfolded for a number of steps.
 
@@ -35,6 +36,7 @@ def draw(
     `level`      `Level.BOOK`: x, h, o, L, y; `Level.OPERATIONS`: every operation of the step graph
     `feeding`    what goes back in, for networks that feed outputs back: `TeacherForcing()`, `FreeRunning()`
     `x`, `y`     inputs `[τ, batch, …]` and targets, as the model takes them
+    `context`    an example of what every step reads, `[batch, …]`, for a transition that takes one; it needs x too
 
     >>> from loopfold import Elman, SequenceToSequence
     >>> draw(SequenceToSequence(Elman(3, 5), outputs=4), steps=4)
@@ -48,9 +50,9 @@ def draw(
     if y is not None and not gradients:
         raise ValueError("targets are needed for the size of gradients alone: type gradients=True, or leave y out.")
     for name, data in (("x", x), ("y", y)):
-        if data is not None and not isinstance(data, Tensor):
+        if data is not None and not isinstance(data, Tensor | tuple if name == "x" else Tensor):
             raise TypeError(f"{name} must be a tensor; got a {type(data).__name__}. Type torch.as_tensor({name}).")
-    circuit = circuit_of(model, level, feeding, x)
+    circuit = circuit_of(model, level, feeding, x, context)
     if steps is None:
         return paint(circuit_scene(circuit))
     unfolded = Unfolded(circuit, steps)
@@ -61,7 +63,7 @@ def draw(
         y = targets(x)
     if gradients and x is not None and y is None and any(v.role is Role.TARGET for v in circuit.variables):
         raise ValueError("the size of gradients needs both: give the targets y=… beside the inputs x=….")
-    if y is None:
+    if y is None or isinstance(x, tuple):
         return paint(unfolded_scene(unfolded, None, gradients))
     return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients))
 

@@ -44,7 +44,9 @@ def blocks(circuit: Circuit, size: Size) -> dict[int, Block]:
 
 def _book(circuit: Circuit, members: list[Variable]) -> Block:
     """A row for every variable. Of several states of a layer, one that another reads stands below it, to its side."""
-    found: dict[Variable, Place] = {variable: (0.0, 0.0) for variable in members if variable.role is Role.INPUT}
+    inputs = [variable for variable in members if variable.role is Role.INPUT]
+    found = _abreast([v for v in inputs if v.when is not When.ONCE], 0.0)
+    found |= _abreast([v for v in inputs if v.when is When.ONCE], -ROW if found else 0.0)
     row = 1
     for layer in sorted({variable.layer for variable in members if variable.role is Role.STATE}):
         states = _in_order(circuit, [v for v in members if v.role is Role.STATE and v.layer == layer])
@@ -58,6 +60,11 @@ def _book(circuit: Circuit, members: list[Variable]) -> Block:
         found[variable] = (middle, row * ROW)
         row += 1
     return Block(found)
+
+
+def _abreast(variables: list[Variable], y: float) -> dict[Variable, Place]:
+    """Side by side, about the middle."""
+    return {v: ((i - (len(variables) - 1) / 2) * APART, y) for i, v in enumerate(variables)}
 
 
 def _in_order(circuit: Circuit, states: list[Variable]) -> list[Variable]:
@@ -212,7 +219,7 @@ class _Layers:
             y.append(y[-1] + below + above + 0.42)
         places = {v: (self.x[v], y[self.rank[v]]) for v in self.members}
         entries = {key: (self.x[bend], -0.22 - 0.2 * i) for i, (key, bend) in enumerate(self.entries.items())}
-        places |= {v: (0.0, -0.85 - 0.2 * len(entries)) for v in self.once}
+        places |= _abreast(self.once, -0.85 - 0.2 * len(entries))
         ways: dict[Edge, list[Place]] = {}
         for edge, chain in self.chains.items():
             low = self.rank[edge.target] - len(chain) + 1

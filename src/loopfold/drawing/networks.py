@@ -1,6 +1,7 @@
 """The circuit of a network: of a transition, a layer, a pattern or a language model."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +12,21 @@ from loopfold.drawing.notation import symbol
 from loopfold.errors import Argument, OptionError
 from loopfold.feeding import Feeding, checked_feeding
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, Stacked, as_layer
-from loopfold.states import State, Step, in_evaluation, leaves, name_of
-from loopfold.stepgraph.graph import Refusal, StepGraph
+from loopfold.states import State, Step, in_evaluation, leaves, map_state, name_of
+from loopfold.stepgraph.graph import Node, Refusal, StepGraph
 from loopfold.stepgraph.trace import tensors_of, trace, trace_map
 from loopfold.transitions import Embedded, example_inputs, initial_state, one_number
-from loopfold.unfolding import check_input, check_steps
+from loopfold.unfolding import check_input, check_steps, checked
 from loopfold.wiring import Pattern, When, Wiring
 
 
-def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None) -> Circuit:
-    """The circuit of `model`; `x`, a sequence that it could read, is needed only where its size cannot be found."""
+def circuit(
+    model: Any, level: Level, feeding: Feeding | None, x: State | None, context: State | None = None
+) -> Circuit:
+    """The circuit of `model`; `x`, a sequence that it could read, is needed only where its size cannot be found.
+
+    A transition, or a layer of one, that reads several inputs or a `context` needs examples of them.
+    """
     if isinstance(model, type):
         raise TypeError(f"draw needs a network, not its class: type {model.__name__}(...) with its sizes.")
     if not callable(model):
@@ -31,8 +37,18 @@ def circuit(model: Any, level: Level, feeding: Feeding | None, x: Tensor | None)
     if feeding is not None:
         checked_feeding(feeding)
     drawn = _Drawn(model, level)
+    if context is not None or isinstance(x, tuple):
+        cell = model.cell if isinstance(model, Recurrent) else model
+        if wiring is not None or isinstance(cell, RecurrentLayer):
+            raise ValueError(f"only a transition, or Recurrent(cell), reads a context or several inputs; not {cell}.")
+        return drawn.transition(cell, x, context)
     if feeding is not None and (wiring is None or wiring.feeding is None):
         raise OptionError(f"{drawn.circuit.name} feeds no output back: leave out ", Argument("feeding"), ".")
+    if wiring is not None and wiring.attends:
+        raise ValueError(
+            f"{drawn.circuit.name} reads all that its encoder left at every step, which draw does not show; draw its "
+            f"parts: model.encoder, and model.recurrent with examples x=… and context=…."
+        )
     if wiring is None:
         return drawn.layer_alone(as_layer(model), x)
     return drawn.network(wiring, feeding or wiring.feeding, x)
@@ -52,6 +68,19 @@ class _Drawn:
 
     def layer_alone(self, layer: RecurrentLayer, x: Tensor | None) -> Circuit:
         self._layer(layer, self._input(_lowest(layer), x))
+        return self.circuit
+
+    def transition(self, cell: Step, x: State | None, context: State | None) -> Circuit:
+        """A transition with all that it may read: each input, each part of a context, under its own name."""
+        given = checked(cell, x, None, None, None, context)
+        first = None if x is None else map_state(lambda leaf: leaf[0], given.x)
+        graph = _traced(partial(trace, context=context), cell, first, given.state)
+        ports = {
+            node: Port((Source(self.circuit.add(Variable(symbol(node.name), Role.INPUT, when))),))
+            for nodes, when in ((graph.x, When.EVERY), (graph.context, When.ONCE))
+            for node in nodes
+        }
+        self._step(graph, cell, ports, lambda batch: initial_state(cell, batch, first, context))
         return self.circuit
 
     def network(self, wiring: Wiring, feeding: Feeding | None, x: Tensor | None) -> Circuit:
@@ -119,8 +148,8 @@ class _Drawn:
         graph = _traced(trace_map, f, None if read is None else read[1], like.new_zeros(1, wiring.outputs.size))
         h = self.circuit.add(Variable("h", Role.STATE, layer=1))
         ports = {graph.state[0]: fed}
-        if graph.x is not None and read is not None:
-            ports[graph.x] = read[0]
+        if read is not None:
+            ports[graph.x[0]] = read[0]
         self.circuit.step(graph, tensors_of(f), ports, [h])
         return h
 
@@ -163,6 +192,23 @@ class _Drawn:
         example = None if reads is None else reads[1]
         state = _state_of(cell, example)
         graph = _traced(trace, cell, example, state(1))
+        ports = {} if reads is None else {graph.x[0]: reads[0]}
+        for node in graph.x[len(ports) :]:  # the number of the step
+            ports[node] = Port((Source(self.circuit.add(Variable(node.name, Role.INPUT, phase=phase))),))
+        return self._step(graph, cell, ports, state, depth, marks, phase, backwards)
+
+    def _step(
+        self,
+        graph: StepGraph,
+        cell: Step,
+        inputs: dict[Node, Port],
+        state: Callable[[int], State],
+        depth: int = 1,
+        marks: tuple[str, ...] = (),
+        phase: int = 0,
+        backwards: bool = False,
+    ) -> Variable:
+        """The states of a step, what it gives beside them, and the variable that a layer above reads."""
         names = _state_names(graph)
         variables = [
             self.circuit.add(
@@ -179,11 +225,13 @@ class _Drawn:
             for i, name in enumerate(names)
         ]
         lag = -1 if backwards else 1
-        ports = {node: Port((Source(v, lag),)) for node, v in zip(graph.state, variables, strict=True)}
-        if graph.x is not None and reads is not None:
-            ports[graph.x] = reads[0]
-        self.circuit.step(graph, tensors_of(cell), ports, variables, marks)
-        return variables[0]
+        ports = {node: Port((Source(v, lag),)) for node, v in zip(graph.state, variables, strict=True)} | inputs
+        outputs = [
+            self.circuit.add(Variable(symbol(name, *marks), Role.OUTPUT, When.EVERY, phase, depth, backwards))
+            for name in _output_names(graph)
+        ]
+        self.circuit.step(graph, tensors_of(cell), ports, [*variables, *outputs], marks)
+        return (outputs or variables)[0]
 
     def _readout(self, wiring: Wiring, hidden: Sequence[Variable], o: Variable, y: Variable) -> None:
         """o, L and y above what they are read from."""
@@ -253,6 +301,15 @@ def _state_names(graph: StepGraph) -> list[str]:
     if names == ["state"]:
         return ["h"]
     return [f"s_{i + 1}" if name == f"state{i}" else name for i, name in enumerate(names)]
+
+
+def _output_names(graph: StepGraph) -> list[str]:
+    """The fields of a NamedTuple, else o, or o₁, o₂, …"""
+    count = len(graph.results)
+    fields = getattr(graph.structure[0], "_fields", ()) if count else ()
+    if len(fields) == count:
+        return list(fields)
+    return ["o"] if count == 1 else [f"o_{i + 1}" for i in range(count)]
 
 
 # ------------------------------------------------------------------ what a transition reads

@@ -76,7 +76,7 @@ class _Columns:
         order = self.orders[phase]
         ends = self.column(phase, order[0]), self.column(phase, order[-1])
         if t is None:
-            return (sum(ends) + self.left[phase] + self.right[phase]) / 2, y
+            return (sum(ends) + self.left[phase] + self.right[phase]) / 2 + x, y
         if t == 0 or t == self.taus[phase] + 1:
             gap = self.step[phase] - (self.right[phase] - self.left[phase])
             return (

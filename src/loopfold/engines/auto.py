@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from loopfold.engines.looped import Looped
 from loopfold.engines.programs import Program, program_of, restless
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of
-from loopfold.stepgraph.graph import BATCH
+from loopfold.stepgraph.graph import batch_at
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.ops import Kind
 
@@ -89,7 +90,7 @@ class _Gains:
         batch, bytes_each = leaf.shape[0], leaf.element_size()
         inside = sum(v.args[0].width * v.width for v in ordered(program.loop.emitted) if v.op == "matmul")
         products = [node.inputs()[-1].shape for node in program.graph.operations if node.op in ("mm", "addmm")]
-        outside = sum(k * n for k, n in products if BATCH not in (k, n)) - inside
+        outside = sum(k * n for k, n in products if batch_at((k, n)) is None) - inside
         operations = sum(node.op != "getitem" for node in program.graph.operations)
         # a step: no calls of Python; matrices that stay in the cache; products by tiles; those of x all at once
         calls, cache = 2.5e-6 * operations, 1.5e-11 * inside * bytes_each
@@ -140,17 +141,20 @@ def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
 def _parts(program: Program) -> list[str]:
     loop = program.loop
     order = ordered(loop.emitted)
-    products = [f"{v.args[0].width}×{v.width}" for v in order if v.op == "matmul"]
+    products = Counter(f"{v.args[0].width}×{v.width}" for v in order if v.op == "matmul")
+    sizes = ", ".join(f"{n} of {size}" if n > 3 else ", ".join([size] * n) for size, n in products.items())
     others = sum(v.kind in (Kind.POINTWISE, Kind.REDUCTION) for v in order)
     after = [leaf for leaf in loop.leaves if not isinstance(leaf, int)]
-    inside = f"{_count(len(products), 'product')} ({', '.join(products)})" if products else "no product"
-    lines = [
-        f"  before the loop, for all steps at once: {_count(len(loop.inputs), 'sequence')} of what x decides alone"
-    ]
+    inside = f"{_count(products.total(), 'product')} ({sizes})" if products else "no product"
+    alone = "x and random numbers decide" if loop.draws else "x decides"
+    lines = [f"  before the loop, for all steps at once: {_count(len(loop.inputs), 'sequence')} of what {alone} alone"]
+    if loop.contexts:
+        lines += [f"  once for each sequence: {_count(len(loop.contexts), 'row')} of what the context decides alone"]
     lines += [f"  in the loop: {inside}, {_count(others, 'other operation')}"]
     if after:
+        what = "output" if len(after) <= len(loop.graph.results) else "state"
         lines += [
-            f"  after the loop, for all steps at once: {_count(len(after), 'part')} of the state that no step reads"
+            f"  after the loop, for all steps at once: {_count(len(after), 'part')} of the {what} that no step reads"
         ]
     lines += [f"  kept for the way back, beside the states: {_sizes(program.kept)}"]
     return lines

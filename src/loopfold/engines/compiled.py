@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
+from loopfold.engines.draws import Draws, draw, generators, set_generators
 from loopfold.engines.programs import Found, Program, forget, program_of
 from loopfold.engines.selfcheck import (
     FIRST,
@@ -35,7 +36,7 @@ from loopfold.engines.selfcheck import (
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
-from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply
+from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
 from loopfold.stepgraph.hoist import Loop
 from loopfold.stepgraph.loop import Value
 from loopfold.surroundings import global_hooks
@@ -45,13 +46,16 @@ from loopfold.surroundings import global_hooks
 class Gradients:
     """What a backward kernel returns; sequences are `[τ, batch, k]`."""
 
-    state: list[Tensor]  # ∇ of each carried leaf of state(0)
+    state: list[Tensor]  # ∇ of each carried leaf of state(0), then of each context that has one
     stored: list[Tensor]  # the sequences of `reverse.stored()`
     rows: list[Tensor]  # ∇ of each constant in `reverse.rows`
 
 
 class Kernel(ABC):
-    """Runs the loop of a program. All but the constants are contiguous; `call.lengths` is None or `[batch]`."""
+    """Runs the loop of a program. All but the constants are contiguous; `call.lengths` is None or `[batch]`.
+
+    `state` holds the carried leaves of the state, then the contexts.
+    """
 
     @abstractmethod
     def forward(
@@ -95,7 +99,7 @@ def compiled_refusal(recurrence: Recurrence) -> str | None:
 def _refusal(recurrence: Recurrence) -> str | None:
     """What the call decides is asked first, and not remembered for later ones."""
     parts = leaves(recurrence.state)
-    tensors = [t for t in (recurrence.x, *parts) if t is not None]
+    tensors = recurrence.tensors
     if any(t.is_meta for t in tensors):
         return "it is called on tensors without data."
     if torch.is_autocast_enabled(parts[0].device.type):
@@ -133,9 +137,16 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     fails too, `Sequential` runs the recurrence, now and from now on, and says so.
     """
     doubted: list[int] = []
+    like = leaves(recurrence.state)[0]
+    draws = program_of(recurrence).program.loop.draws and not (
+        like.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    before = generators(like) if draws else None
     states, reason = _checked(engine, kernel, recurrence, doubted)
     if reason is None:
         return states
+    if before is not None:
+        set_generators(like, before)
     forget(recurrence)
     try:
         states, reason = _checked(engine, kernel, recurrence, doubted)
@@ -143,6 +154,8 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         reason = str(refusal)
     if reason is None:
         return states
+    if before is not None:
+        set_generators(like, before)
     _distrust(engine, recurrence, reason)
     return Sequential().run(recurrence)
 
@@ -150,8 +163,10 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
 def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: list[int]) -> tuple[State, str | None]:
     """The states, and what is wrong with them, if that was looked at and found; `doubted` are steps to look at."""
     found = program_of(recurrence)
-    watch = found.program.watch
+    watch = found.program.watch.of(type(engine).__name__)
     begin = time.perf_counter()
+    if found.program.loop.draws and recurrence.draws is None:
+        recurrence = replace(recurrence, draws=_drawn(recurrence, found))
     try:
         states = _run(engine, kernel, recurrence, found)
     except Unsound as fault:
@@ -167,7 +182,7 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     if not (due or doubted):
         return states, None
     t, reason = step_to_check(recurrence, watch.runs), None
-    doubted[:] = [*(d for d in doubted if d < recurrence.steps), t]
+    doubted[:] = dict.fromkeys([*(d for d in doubted if d < recurrence.steps), t, *([0] if watch.runs == 1 else [])])
     try:
         if wait:
             reason = next(filter(None, (disagreement(recurrence, states, d) for d in doubted)), None)
@@ -191,7 +206,7 @@ def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:
     with suppress(Refusal):
         program_of(recurrence).program.watch.distrusted = f"its compiled run was wrong: {reason}."
     warnings.warn(
-        f"{name} was wrong about {name_of(recurrence.f)}, so lf.Sequential() runs it: {reason}. "
+        f"{name} was wrong about {name_of(recurrence.f)}, so lf.Sequential() runs it: {reason.rstrip('.')}. "
         "Either the step depends on something that Loopfold does not see, or this is a fault in Loopfold.",
         EngineWarning,
         stacklevel=2,
@@ -206,25 +221,29 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     batch = start[0].shape[0]
     rows = tau * batch
 
-    assert isinstance(recurrence.f, nn.Module)
-    values: dict[Node, Any] = {node: tensor_of(recurrence.f) for node, tensor_of in program.parameters}
-    values |= zip(graph.numbers, found.numbers, strict=True)
+    values = _given(recurrence, found)
+    if loop.draws:
+        draws = recurrence.draws or _drawn(recurrence, found)
+        values |= draws.sequences()
     many, which = rows, None
-    if graph.x is not None:
-        assert recurrence.x is not None
-        x = recurrence.x.reshape(rows, *recurrence.x.shape[2:])
-        if x.dim() == 1 and not x.is_floating_point() and not loop.outside:  # tokens: each kind is computed on once
-            x, which = x.unique(return_inverse=True)
-            many = len(x)
-        values[graph.x] = x
+    xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in recurrence.sequences]
+    if len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point() and not (loop.outside or loop.draws):
+        xs[0], which = xs[0].unique(return_inverse=True)  # tokens: each kind is computed on once
+        many = len(xs[0])
+    values |= zip(graph.x, xs, strict=True)
     for node in loop.before:
         values[node] = apply(node, values, many)
     constants = [_as_row(recipe.make(values), start[0]) for recipe in loop.constants]
+    if any(len(constant) != k for constant, k in zip(constants, loop.lengths, strict=True)):
+        raise Unsound("a row or matrix of what is computed once has another size than the loop reads.")
     inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
     if which is not None:
         inputs = [F.embedding(which, table) for table in inputs]
     inputs = [sequence.reshape(tau, batch, -1) for sequence in inputs]
-    state = [start[i] for i in loop.carried]
+    values |= zip(graph.context, [] if recurrence.context is None else leaves(recurrence.context), strict=True)
+    for node in loop.aside:
+        values[node] = apply(node, values, batch)
+    state = [start[i].reshape(batch, -1) for i in loop.carried] + [recipe.make(values) for recipe in loop.contexts]
 
     record = torch.is_grad_enabled() and any(t.requires_grad for t in (*constants, *inputs, *state))
     call = Call(tau, batch, recurrence.lengths, record)
@@ -234,25 +253,42 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
         emitted = list(_Loop.apply(engine, kernel, program, call, len(constants), len(inputs), *tensors))
 
     if loop.outside:
+        for node in loop.repeated:
+            values[node] = torch.cat([values[node]] * tau, batch_at(node.shape) or 0)
         for node, k in loop.taps.items():
-            values[node] = _alive_or_first(emitted[k], recurrence.lengths).reshape(rows, -1).to(node.dtype)
+            sequence = _alive_or_first(emitted[k], recurrence.lengths).reshape(rows, -1)
+            values[node] = from_rows(sequence, node.shape).to(node.dtype)
         for k in loop.read_after:
             i = loop.carried[k]
-            before = torch.cat([start[i][None], emitted[k][:-1]])
-            values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, -1)
+            before = torch.cat([state[k][None], emitted[k][:-1]])
+            values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, *start[i].shape[1:])
         for node in loop.after:
             values[node] = apply(node, values, rows)
-    results = []
+    results, returned = [], (*graph.outputs, *graph.results)
     for leaf in loop.leaves:
         if isinstance(leaf, Node):
             whole = values[leaf].reshape(tau, batch, *leaf.shape[1:])
             if recurrence.lengths is not None:
-                whole = torch.where(alive(whole, recurrence.lengths), whole, 0)
+                whole = torch.where(alive(whole, recurrence.lengths), whole, False if whole.dtype == torch.bool else 0)
             own = leaf.target is not None and not leaf.target.is_view
             results.append(whole if own else whole.clone())  # x itself is not ours to give away
         else:  # two leaves that are one value have memory of their own
-            results.append(emitted[leaf] if loop.leaves.index(leaf) == len(results) else emitted[leaf].clone())
-    return rebuild(graph.structure, results)
+            sequence = emitted[leaf] if loop.leaves.index(leaf) == len(results) else emitted[leaf].clone()
+            results.append(sequence.view(tau, batch, *returned[len(results)].shape[1:]))
+    cut = len(graph.outputs)
+    return rebuild(graph.structure, [*results[cut:], *results[:cut]])
+
+
+def _given(recurrence: Recurrence, found: Found) -> dict[Node, Any]:
+    """The parameters and the numbers of the step, as they are now."""
+    assert isinstance(recurrence.f, nn.Module)
+    values: dict[Node, Any] = {node: tensor_of(recurrence.f) for node, tensor_of in found.program.parameters}
+    values |= zip(found.program.graph.numbers, found.numbers, strict=True)
+    return values
+
+
+def _drawn(recurrence: Recurrence, found: Found) -> Draws:
+    return draw(found.program.loop, _given(recurrence, found), recurrence.steps, leaves(recurrence.state)[0])
 
 
 def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
@@ -380,8 +416,12 @@ def _collect(
     for (i, _), g in zip(reverse.rows, found.rows, strict=True):
         add(i, g.sum_to_size(constants[i].shape))
     by_input = [None if g is None else stored[g] for g in reverse.inputs]
-    by_state = [g if reached else None for g, reached in zip(found.state, reverse.reached, strict=True)]
-    return [*by_constant, *by_input, *by_state]
+    carried = len(loop.carried)
+    by_state = [g if reached else None for g, reached in zip(found.state[:carried], reverse.reached, strict=True)]
+    by_context: list[Tensor | None] = [None] * len(loop.contexts)
+    for (i, _), g in zip(reverse.contexts, found.state[carried:], strict=True):
+        by_context[i] = g
+    return [*by_constant, *by_input, *by_state, *by_context]
 
 
 def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) -> list[Tensor]:

@@ -52,7 +52,8 @@ class FusedCPU(Engine):
         if leaf.device.type != "cpu":
             return f"it runs on the CPU and the state is on {leaf.device}."
         if leaf.dtype not in (torch.float32, torch.float64):
-            return f"it has kernels for float32 and float64, and got {leaf.dtype}."
+            pairs = " Write real and imaginary parts, [batch, n, 2]." if leaf.is_complex() else ""
+            return f"it has kernels for float32 and float64, and got {leaf.dtype}.{pairs}"
         reason = compiled_refusal(recurrence)
         if reason is not None:
             return reason

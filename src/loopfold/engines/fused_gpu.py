@@ -17,6 +17,7 @@ from loopfold.engines.programs import alone
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State, leaves
 from loopfold.stepgraph.loop import Builder, ordered
+from loopfold.stepgraph.ops import Kind
 
 EXCHANGE_BYTES = 256 << 20  # of one launch; longer sequences take several
 MOST_BYTES = 2 << 30  # of one value at one step, since a kernel counts them in 32 bits
@@ -45,7 +46,7 @@ class FusedGPU(Engine):
         if torch.version.hip is not None or torch.cuda.get_device_capability(leaf.device) < OLDEST:
             return f"it needs an NVIDIA GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or more."
         reason = compiled_refusal(recurrence) or problem(leaf.device)
-        return self._writer().too_large(recurrence) if reason is None else reason
+        return self._writer().misfit(recurrence) if reason is None else reason
 
     def run(self, recurrence: Recurrence) -> State:
         return run_compiled(self, self._writer(), recurrence)
@@ -86,11 +87,13 @@ class GPUWriter(Writer):
     def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         return _OnGPU(name, source, builder, dtype, self)
 
-    def too_large(self, recurrence: Recurrence) -> str | None:
-        """Why a step that could be written does not fit the GPU."""
+    def misfit(self, recurrence: Recurrence) -> str | None:
+        """Why a step of the loop language does not fit the GPU."""
         state = leaves(recurrence.state)[0]
         for kernel in self.both_ways(recurrence):
             assert isinstance(kernel, _OnGPU)
+            if kernel.has_parts:
+                return "it computes with heads, matrices, parts of rows or a context, for which it has no kernel yet."
             try:
                 geometry = kernel.geometry(state)
             except RecursionError:
@@ -109,6 +112,10 @@ class _OnGPU(Written):
         self.name, self.source, self.builder, self.dtype, self.writer = name, source, builder, dtype, writer
         rows = [*source.out, *source.sums, *(v for move in source.moves for v in move)]
         self.widest = max(v.width for v in ordered(rows))
+        computed = ordered(rows, stop=source.given)
+        self.has_parts = any(
+            v.op in ("take", "context") or (v.kind is Kind.REDUCTION and v.width > 1) for v in computed
+        )
         self.kernels: dict[tuple[Geometry, bool], _Kernel] = {}
         self.choices: dict[tuple[int, torch.device], Geometry | None] = {}
 

@@ -13,7 +13,8 @@ from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.ops import OPS
+from loopfold.stepgraph.moves import Positions
+from loopfold.stepgraph.ops import OPS, Kind
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,16 @@ class Looped(Engine):
 class _LoopedKernel(Writer):
     def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         function = _Function(source)
-        return _Python(source, function.table, f"# {name}\n{function.text}\n")
+        return _Python(source, function.table, f"# {name}\n{function.text}\n", list(function.positions))
 
 
 class _Python(Written):
     """A function of Python, and the buffers that it is called with."""
 
-    def __init__(self, source: Source, table: list[Buffer], text: str) -> None:
+    def __init__(self, source: Source, table: list[Buffer], text: str, positions: list[Positions]) -> None:
         self.source, self.table, self.text = source, table, text
-        namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
+        known = {f"POSITIONS{i}": torch.tensor(p) for i, p in enumerate(positions)}
+        namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **known}
         exec(compile(text, "<loopfold looped>", "exec"), namespace)
         self.function: Callable[..., tuple[list[Tensor], list[Tensor], list[Tensor]]] = namespace["run"]
 
@@ -87,6 +89,7 @@ class _Function:
         self.table: list[Buffer] = []
         self.numbers: dict[float, str] = {}  # numbers as tensors, where torch takes no plain ones
         self.transposed: set[int] = set()
+        self.positions: dict[Positions, int] = {}  # what `take` reads, numbered
         self.names = {v: self._leaf(v) or f"v{i}" for i, v in enumerate(order)}
         self.text = "\n".join(self._lines())
 
@@ -107,7 +110,7 @@ class _Function:
             return self.row_of[v]
         if v.op == "constant":
             return self._buffer(Role.CONSTANT, v.index)
-        if v.op in ("input", "incoming"):
+        if v.op in ("input", "incoming", "context"):
             return self._buffer(Role[v.op.upper()], v.index)
         return f"before{v.index}" if v.op == "state" else None
 
@@ -124,16 +127,18 @@ class _Function:
     def _lines(self) -> list[str]:
         names, stored, masked = self.names, self.stored, self.source.masked
         read = {*self.roots, *(a for v in self.loop for a in v.args)}
-        by_step = [v for v in self.before if v in read and v.op != "constant"]  # those are the same at every step
+        by_step = [v for v in self.before if v in read and v.op not in ("constant", "context")]  # not always the same
+        contexts = [v for v in self.before if v.op == "context"]
+        outside = {**names, **{v: f"{names[v]}_all" for v in contexts}}
         rows = [f"row{k}" for k in range(len(self.roots))]
 
-        first = []
+        first = [f"{outside[v]} = {names[v]}.expand(T, B, {v.width})" for v in contexts]
         for v in self.before:
             if v.op == "state" and v not in self.given:
                 start, states = self._buffer(Role.START, v.index), self._buffer(Role.STATES, v.index)
                 first.append(f"{names[v]} = torch.cat([{start}[None], {states}[:-1]])")
             elif not v.is_leaf and v not in self.given:
-                first.append(f"{names[v]} = {self._expression(v, names, '(T, B)')}")
+                first.append(f"{names[v]} = {self._expression(v, outside, '(T, B)')}")
         first += [f"{names[v]}_s = {names[v]}.expand(T, B, {v.width}).unbind(0)" for v in by_step]
         for v in stored:
             dtype = ", dtype=torch.bool" if v.is_bool else ""
@@ -165,7 +170,7 @@ class _Function:
             moved = [f"torch.where(alive[t], {value}, {row})" for row, value in zip(rows, moved, strict=True)]
         step.append(f"{', '.join(rows)} = {', '.join(moved)}")
 
-        whole = {**names, **{v: f"{names[v]}_b" for v in stored}}
+        whole = {**outside, **{v: f"{names[v]}_b" for v in stored}}
         last = [f"{names[v]} = {self._expression(v, whole, '(T, B)')}" for v in self.after]
         out = [self._sequence(v, whole) for v in self.source.out]
         sums = [f"{self._sequence(v, whole)}.sum((0, 1))" for v in self.source.sums]
@@ -173,6 +178,7 @@ class _Function:
 
         once = [f"{name} = like.new_tensor({value!r})" for value, name in self.numbers.items()]
         once += [f"constant{i}_T = constant{i}.T" for i in sorted(self.transposed)]
+        once += [f"at{i} = POSITIONS{i}.to(like.device)" for i in self.positions.values()]
         parameters = ["T", "B", "lengths", "like", *(f"{b.role.name.lower()}{b.index}" for b in self.table)]
         time = "range(T - 1, -1, -1)" if self.source.backwards else "range(T)"
         return [
@@ -213,7 +219,15 @@ class _Function:
             return f"torch.matmul({names[v.args[0]]}, {self._matrix(v)}{into})"
         if v.op == "cat":
             parts = [f"like.new_full((*{lead}, 1), {a.index!r})" if a.op == "number" else names[a] for a in v.args]
+            parts = [
+                f"{p}.expand(*{lead}, {a.width})" if a.op == "constant" else p
+                for p, a in zip(parts, v.args, strict=True)
+            ]
             return f"torch.cat([{', '.join(parts)}], -1{into})"
+        if v.op == "take":
+            return self._taken(v, names[v.args[0]], into)
+        if v.kind is Kind.REDUCTION and v.width == 1:
+            return f"torch.{v.op}({names[v.args[0]]}, -1, keepdim=True{into})"
         python, tensors = OPS[v.op].python, [a for a in v.args if a.op != "number"]
         function = python.startswith("torch.")
         plain = tensors and not function  # an operator of Python takes plain numbers beside tensors
@@ -224,6 +238,15 @@ class _Function:
         if target and function:
             return f"{text[:-1]}{into})"
         return f"{target}.copy_({text})" if target else text
+
+    def _taken(self, v: Value, row: str, into: str) -> str:
+        """Numbers of a row that stand elsewhere; a zero stands at its end, where one is needed."""
+        width = v.args[0].width
+        if -1 in v.index:
+            row = f"torch.nn.functional.pad({row}, (0, 1))"
+        positions = tuple(p if p >= 0 else width for p in v.index)
+        number = self.positions.setdefault(positions, len(self.positions))
+        return f"torch.index_select({row}, -1, at{number}{into})"
 
     def _matrix(self, product: Value) -> str:
         i, transposed = product.index

@@ -1,7 +1,8 @@
 """What a native kernel computes when, and where it is kept: the plan of one step.
 
 A step runs in stages. Each stage first makes its products and reductions, which read whole rows from memory, then its
-pointwise operations, one pass over the features for each width.
+pointwise operations, one pass over the features for each width. What is only summed up is never stored: a reduction
+computes it as it goes, so the sum of the products of two rows is one pass over both.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.ops import Kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,7 @@ class Plan:
     adds: dict[tuple[int, int, int], list[tuple[Value, int]]] = field(default_factory=dict)
     products: dict[int, list[Value]] = field(default_factory=dict)
     scratch: int = 0  # elements a row of the tile needs
+    fused: set[Value] = field(default_factory=set)  # computed within the reduction that reads them, and nowhere else
     _stages: dict[Value, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,6 +44,7 @@ class Plan:
         self.roots = [(v, Place(Buffer(Role.OUT, i), v.width)) for i, v in enumerate(source.out)]
         self.roots += [(v, Place(Buffer(Role.CARRY, i), v.width)) for i, v in self.carried]
         order = self.order()
+        self._find_fused(order)
         for v in order:
             self._stages[v] = self._stage(v)
         for v, place in self.roots:
@@ -54,7 +58,8 @@ class Plan:
             if v.reads_whole_rows and v not in self.given:
                 self.home(v)
                 self.products.setdefault(self._stages[v], []).append(v)
-                self._at_hand(v.args[0])
+                for row in self._rows(v):
+                    self._at_hand(row)
         done: set[Any] = set()
         while True:  # a value may need a home in an earlier group, which then grows
             groups = {*self.stores, *self.adds}
@@ -78,6 +83,43 @@ class Plan:
         """Whether a value is in memory before the step begins."""
         return v.is_leaf or v in self.given
 
+    def is_taken(self, v: Value) -> bool:
+        """Whether a value is read from a row in memory, number by number from where they stand."""
+        return v.op == "take" and v not in self.given
+
+    def _find_fused(self, order: list[Value]) -> None:
+        uses: dict[Value, list[Value]] = {v: [] for v in order}
+        for v in order:
+            for a in v.args if v not in self.given else ():
+                uses[a].append(v)
+        wanted = {*(v for v, _ in self.roots), *self.source.sums}
+        for v in reversed(order):
+            if v.is_pointwise and v not in self.given and v not in wanted and v.width > 1 and len(uses[v]) == 1:
+                (user,) = uses[v]
+                if user in self.fused or (user.kind is Kind.REDUCTION and user not in self.given):
+                    self.fused.add(v)
+
+    def reads(self, v: Value) -> list[Value]:
+        """What a product or a reduction reads: its row, or what that is computed from as it goes."""
+        found: dict[Value, None] = {}
+        todo = [v.args[0]]
+        while todo:
+            a = todo.pop()
+            if v.kind is Kind.REDUCTION and self.is_computed(a, a in self.fused):
+                todo += a.args
+            elif a.op != "number":
+                found[a] = None
+        return list(found)
+
+    def _rows(self, v: Value) -> list[Value]:
+        """The rows that must be in memory for a product or a reduction; a product reads its own as it stands."""
+        taken = v.kind is Kind.REDUCTION
+        return [read.args[0] if taken and self.is_taken(read) else read for read in self.reads(v)]
+
+    def is_computed(self, v: Value, here: bool) -> bool:
+        """Whether a pass computes a value itself; truth values are never in memory."""
+        return v.is_pointwise and v not in self.given and (v.is_bool or here)
+
     def _values_in(self, group: tuple[int, int, int]) -> list[Value]:
         return [v for v, _ in (*self.stores.get(group, ()), *self.adds.get(group, ()))]
 
@@ -88,6 +130,8 @@ class Plan:
         if self.is_there(v):
             return 0
         if v.reads_whole_rows:
+            return max((self._in_memory(row) for row in self._rows(v)), default=0)
+        if v.op == "take":
             return self._in_memory(v.args[0])
         if v.op == "slice":
             return self._stages[v.args[0]] if v.args[0].op != "cat" else self._in_memory(v.args[0])
@@ -140,8 +184,8 @@ class Plan:
         """Give a home to everything that `group` needs for `v` and does not compute itself."""
         if self.is_there(v):
             return
-        if v.is_pointwise and (v.is_bool or self.group(v) == group):
+        if self.is_computed(v, self.group(v) == group):
             for a in v.args:
                 self._reads(a, group)
         else:
-            self._at_hand(v)
+            self._at_hand(v.args[0] if self.is_taken(v) else v)

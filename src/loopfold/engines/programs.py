@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from loopfold.engines.base import EngineWarning, Recurrence
 from loopfold.engines.selfcheck import Watch
-from loopfold.states import State, leaves, name_of
+from loopfold.states import State, leaves, map_state, name_of
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, Unsound, with_numbers
 from loopfold.stepgraph.hoist import Loop, hoist
@@ -139,12 +139,14 @@ def restless(recurrence: Recurrence) -> bool:
 
 def _sizes(recurrence: Recurrence) -> Any:
     parts = leaves(recurrence.state)
-    x = None if recurrence.x is None else (recurrence.x.shape[2:], recurrence.x.dtype)
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in parts), parts[0].device, x, _types(recurrence.state)
+    x = tuple((leaf.shape[2:], leaf.dtype) for leaf in recurrence.sequences)
+    context = tuple((leaf.shape[1:], leaf.dtype) for leaf in _leaves(recurrence.context))
+    structures = (_types(recurrence.state), _types(recurrence.x), _types(recurrence.context))
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in parts), parts[0].device, x, context, structures
 
 
 def _find(recurrence: Recurrence) -> Found | str:
-    f, x, state = recurrence.f, recurrence.x, recurrence.state
+    f = recurrence.f
     if not isinstance(f, nn.Module):
         return "it is a plain function, which may read something else at every call; an nn.Module is compiled."
     shelf = _shelves.setdefault(f, _Shelf())
@@ -154,7 +156,7 @@ def _find(recurrence: Recurrence) -> Found | str:
         return shelf.found[key]
     shelf.misses += 1
     try:
-        found: Found | str = _make(f, None if x is None else x[0], state, shelf, key)
+        found: Found | str = _make(f, recurrence, shelf, key)
     except Refusal as reason:
         found = str(reason)  # as words, since an exception would keep alive all that it has seen
         shelf.refusals[key[0]] = shelf.refusals.get(key[0], 0) + 1
@@ -171,22 +173,28 @@ def _find(recurrence: Recurrence) -> Found | str:
     return found
 
 
-def _types(state: State) -> Any:
-    return None if isinstance(state, Tensor) else (type(state), *map(_types, state))
+def _leaves(part: State | None) -> list[Tensor]:
+    return [] if part is None else leaves(part)
 
 
-def _make(f: nn.Module, x0: Tensor | None, state: State, shelf: _Shelf, key: Any) -> Found:
+def _types(part: State | None) -> Any:
+    return (type(part), *map(_types, part)) if isinstance(part, tuple) else part is None
+
+
+def _make(f: nn.Module, recurrence: Recurrence, shelf: _Shelf, key: Any) -> Found:
     sizes, marks = key
+    x0 = None if recurrence.x is None else map_state(lambda leaf: leaf[0], recurrence.x)
+    given = (x0, recurrence.state, recurrence.context)
     programs = shelf.programs.setdefault(sizes, [])
     if shelf.refusals.get(sizes, 0) >= MOST:
         raise Refusal(TOO_MANY)
     if any(of == sizes and only_numbers_differ(before, marks) for of, before in shelf.found):
-        found = _same_but_for_numbers(programs, retrace(f, x0, state))
+        found = _same_but_for_numbers(programs, retrace(f, *given))
         if found is not None:
             return found
     if len(programs) == MOST:
         raise Refusal(TOO_MANY)
-    graph = trace(f, x0, state)
+    graph = trace(f, *given)
     found = _same_but_for_numbers(programs, graph) or next(_generalised(programs, graph), None)
     if found is None:
         found = Found(_compile(graph))

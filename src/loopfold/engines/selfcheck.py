@@ -13,7 +13,7 @@ that running takes.
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Recurrence
+from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
-from loopfold.states import State, leaves, rebuild
+from loopfold.states import State, detached, leaves, parted, rebuild
 from loopfold.stepgraph.graph import Unsound
 from loopfold.surroundings import fingerprint
 
@@ -48,6 +49,11 @@ class Watch:
     kinds: set[Any] = field(default_factory=set)  # of runs that were checked: batch size, lengths or none, …
     guards: int = 0  # runs whose gradients were to be compared too
     pending: tuple[Tensor, Any, int] | None = None  # on a GPU: an answer to come, the event it waits for, the step
+
+    engines: dict[str, "Watch"] = field(default_factory=dict)  # each engine compiles for itself
+
+    def of(self, engine: str) -> "Watch":
+        return self.engines.setdefault(engine, Watch())
 
     def due(self, seconds: float, kind: Any) -> bool:
         """Whether to check the run that has just taken so long: one of the first, the first of its kind, or in turn."""
@@ -109,38 +115,56 @@ def agrees_later(recurrence: Recurrence, states: State, t: int) -> Tensor:
 
 def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tensor], Any, list[Tensor]]:
     """What the engine gave at step t; the step as a function of tensors; and the tensors that it was taken from."""
-    ours = [leaf[t].detach() for leaf in leaves(states)]
-    before = state_before(recurrence, states, t)
-    inputs = [*before, *([] if recurrence.x is None else [recurrence.x[t].detach()])]
+    ours = [_number(leaf[t].detach()) for leaf in leaves(states)]
+    one = recurrence.part(t, 1, state_before(recurrence, states, t))
     alive = None if recurrence.lengths is None else recurrence.alive(t)
 
     def step(*tensors: Tensor) -> list[Tensor]:  # gradients on or off as they are: a step may ask
-        state = rebuild(recurrence.state, tensors[: len(before)])
-        with _out_of_sight():
-            new = [leaf.detach() for leaf in leaves(recurrence.f(state, *tensors[len(before) :]))]
-        return new if alive is None else [where_alive(alive, leaf, 0) for leaf in new]
+        small = one.on(tensors)
+        with _out_of_sight(), replayed(one.draws):
+            new = [leaf.detach() for leaf in leaves(small.take(small.state, 0))]
+        return [_number(leaf if alive is None else where_alive(alive, leaf, 0)) for leaf in new]
 
-    return ours, step, inputs
+    return ours, step, [leaf.detach() for leaf in one.tensors]
 
 
-def state_before(recurrence: Recurrence, states: State, t: int) -> list[Tensor]:
+def _number(leaf: Tensor) -> Tensor:
+    """A part of an output that is a truth value or a whole number, as one that can be compared like the others."""
+    return leaf if leaf.is_floating_point() else leaf.double()
+
+
+def state_before(recurrence: Recurrence, states: State, t: int) -> State:
     """The state that step t is taken from; a sequence that has ended starts again, as it does in `Sequential`."""
-    start = [leaf.detach() for leaf in leaves(recurrence.state)]
+    start = detached(recurrence.state)
     if t == 0:
         return start
-    before = [leaf[t - 1].detach() for leaf in leaves(states)]
-    if recurrence.lengths is None:
-        return before
-    alive = recurrence.alive(t)
-    return [where_alive(alive, b, s) for b, s in zip(before, start, strict=True)]
+    before = [leaf[t - 1].detach() for leaf in leaves(parted(states, start)[1])]
+    if recurrence.lengths is not None:
+        alive = recurrence.alive(t)
+        before = [where_alive(alive, b, s) for b, s in zip(before, leaves(start), strict=True)]
+    return rebuild(start, before)
 
 
 def _out_of_sight() -> Any:
     """While open, what autograd saves is hidden from torch.utils.checkpoint, which counts it.
 
-    A result that was saved as it is would hold itself in memory for ever; detached, it does not.
+    A result that was saved as it is would hold itself in memory for ever; detached, it does not. As torch does, it
+    raises an error where a step has since changed in place what the way back needs.
     """
-    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+
+    def save(tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor.detach(), 0 if tensor.is_inference() else tensor._version
+
+    def load(saved: tuple[Tensor, int]) -> Tensor:
+        tensor, version = saved
+        if not tensor.is_inference() and tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(tensor.shape)}. lf.Sequential() cannot differentiate the step either."
+            )
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(save, load)
 
 
 # ------------------------------------------------------------------ is it rounding?
@@ -224,51 +248,48 @@ class Guard:
     def disagreement(self, arrives: list[bool]) -> str | None:
         """How the gradients of two steps differ, from gradients at those leaves of the state where some arrive."""
         full, t = self.recurrence, _draw.randrange(max(1, self.recurrence.steps - 1))
+        t = 0 if self.watch.guards == 1 else t  # where a state of zeros may be a special case
         if full.lengths is not None:
             t = min(t, max(0, int(full.lengths.max()) - 2))
-        before = state_before(full, self.states, t)
         steps = min(2, full.steps - t)
-        x = None if full.x is None else full.x[t : t + steps].detach()
-        lengths = None if full.lengths is None else (full.lengths - t).clamp(1, steps)
+        part = full.part(t, steps, state_before(full, self.states, t))
         generator = torch.Generator().manual_seed(_draw.getrandbits(32))
-        shapes = [leaf[:steps].shape for leaf in leaves(self.states)]
-        weights = [torch.randn(shape, generator=generator).to(leaf) for shape, leaf in zip(shapes, before, strict=True)]
+        rows = [leaf[:steps] for leaf in leaves(self.states)]
+        weights = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in rows]
         parameters = _parameters(full)
 
         def gradients(run: Callable[[Recurrence], State], *tensors: Tensor) -> list[Tensor]:
             wanted = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
-            small = replace(
-                full,
-                x=None if x is None else wanted[-1],
-                steps=steps,
-                state=rebuild(full.state, wanted[: len(before)]),
-                lengths=lengths,
-            )
             with torch.enable_grad(), _out_of_sight():
-                found = zip(leaves(run(small)), weights, arrives, strict=True)
+                found = zip(leaves(run(part.on(wanted))), weights, arrives, strict=True)
                 loss = sum((leaf * w).sum() for leaf, w, here in found if here)
             sources = [*[t for t in wanted if t.requires_grad], *parameters]
             if not (isinstance(loss, Tensor) and loss.requires_grad):
                 return [torch.zeros_like(t) for t in sources]
             return list(torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True))
 
-        inputs = [*before, *([] if x is None else [x])]
+        inputs = [leaf.detach() for leaf in part.tensors]
         try:
             ours = gradients(self.run, *inputs)
+            return _differ(ours, partial(gradients, _by_definition), inputs, f"a gradient of step {t + 1}")
         except Unsound as fault:
             return str(fault)
-        return _differ(ours, partial(gradients, Sequential().run), inputs, f"a gradient of step {t + 1}")
 
     def by_definition(self, incoming: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients of `_roots(recurrence)`, by autograd through the whole sequence."""
         full = self.recurrence
-        state = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves(full.state)]
-        x = None if full.x is None else full.x.detach().requires_grad_(full.x.requires_grad)
+        given = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in full.tensors]
         with torch.enable_grad(), _out_of_sight():
-            states = leaves(Sequential().run(replace(full, x=x, state=rebuild(full.state, state))))
+            states = leaves(_by_definition(full.on(given)))
         pairs = [(leaf, g) for leaf, g in zip(states, incoming, strict=True) if g is not None and leaf.requires_grad]
-        sources = [t for t in (*state, x) if t is not None and t.requires_grad] + _parameters(full)
+        sources = [t for t in given if t.requires_grad] + _parameters(full)
         return torch.autograd.grad([l for l, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+
+
+def _by_definition(recurrence: Recurrence) -> State:
+    """The run as `Sequential` has it, with the random numbers that were drawn."""
+    with replayed(recurrence.draws):
+        return Sequential().run(recurrence)
 
 
 def _parameters(recurrence: Recurrence) -> list[Tensor]:
@@ -278,13 +299,12 @@ def _parameters(recurrence: Recurrence) -> list[Tensor]:
 
 def _roots(recurrence: Recurrence) -> list[Tensor]:
     """All that gradients go back to."""
-    given = [t for t in (*leaves(recurrence.state), recurrence.x) if t is not None and t.requires_grad]
-    return given + _parameters(recurrence)
+    return [t for t in recurrence.tensors if t.requires_grad] + _parameters(recurrence)
 
 
 def marks_of(recurrence: Recurrence) -> tuple[Any, ...]:
     """What must not change between the way forwards and the way back, or the two have nothing in common."""
-    tensors = [t for t in (*leaves(recurrence.state), recurrence.x, *_parameters(recurrence)) if t is not None]
+    tensors = [*recurrence.tensors, *_parameters(recurrence)]
     assert isinstance(recurrence.f, nn.Module)
     return fingerprint(recurrence.f), tuple((id(t), None if t.is_inference() else t._version) for t in tensors)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence, first_step
-from loopfold.states import State, leaves, map_state, rebuild
+from loopfold.states import State, leaves, map_state, parted, rebuild
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,21 @@ class Sequential(Engine):
 
     def run(self, recurrence: Recurrence) -> State:
         state = start = recurrence.state
-        outputs: list[list[Tensor]] = []
+        rows: list[list[Tensor]] = []
         for t in range(recurrence.steps):
             new = first_step(recurrence) if t == 0 else recurrence.take(state, t)
-            outputs.append(leaves(new))
+            rows.append(leaves(new))
+            _, state = parted(new, start)
             if recurrence.lengths is not None:
                 # A sequence that has ended takes its first step again and again: had it gone on from its last state,
                 # a step that overflows there would turn the gradient 0 that it gets into 0 · inf = NaN.
-                outputs[-1] = [where_alive(recurrence.alive(t), leaf, 0) for leaf in outputs[-1]]
-                new = map_state(partial(where_alive, recurrence.alive(t + 1)), new, start)
-            state = new
-        return rebuild(state, [torch.stack(leaf) for leaf in zip(*outputs, strict=True)])
+                rows[-1] = [where_alive(recurrence.alive(t), leaf, 0) for leaf in rows[-1]]
+                state = map_state(partial(where_alive, recurrence.alive(t + 1)), state, start)
+        return rebuild(new, [torch.stack(leaf) for leaf in zip(*rows, strict=True)])
 
 
 def where_alive(alive: Tensor, leaf: Tensor, other: Tensor | int) -> Tensor:
     """`leaf [batch, …]` for the sequences that still run, `other` for those that have ended."""
+    if leaf.dtype == torch.bool and not isinstance(other, Tensor):
+        other = bool(other)  # a whole number would make whole numbers of it
     return torch.where(alive.view(-1, *[1] * (leaf.dim() - 1)), leaf, other)

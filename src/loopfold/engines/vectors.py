@@ -185,6 +185,15 @@ class Vectors:
             out = self.b.insert_element(out, self.b.call(function, args), lane)
         return out
 
+    def _each_pair(self, name: str, p: Any, q: Any) -> Any:
+        function = self._declare(name + ("f" if self.single else ""), self.number, 2)
+        out = ir.Constant(self.vector, ir.Undefined)
+        for i in range(self.lanes):
+            lane = ir.Constant(self.i32, i)
+            pair = [self.b.extract_element(p, lane), self.b.extract_element(q, lane)]
+            out = self.b.insert_element(out, self.b.call(function, pair), lane)
+        return out
+
     def _call(self, name: str, *args: Any) -> Any:
         """An intrinsic function of LLVM, on vectors or on single numbers."""
         vector = isinstance(args[0].type, ir.VectorType)
@@ -290,12 +299,20 @@ LLVM: dict[str, Callable[..., Any]] = {
     "pow": lambda w, p, exponent: w._each_lane("pow", p, exponent),
     "sin": lambda w, p: w._each_lane("sin", p),
     "cos": lambda w, p: w._each_lane("cos", p),
+    **{name: (lambda w, p, name=name: w._each_lane(name, p)) for name in ("tan", "sinh", "cosh", "asinh", "erfc")},
+    **{name: (lambda w, p, name=name: w._each_lane(name, p)) for name in ("exp2", "log2", "log10")},
+    **{name: (lambda w, p, name=name: w._call(name, p)) for name in ("floor", "ceil", "trunc")},
+    "round": lambda w, p: w._call("rint", p),
+    "fmod": lambda w, p, q: w._each_pair("fmod", p, q),
+    "atan2": lambda w, p, q: w._each_pair("atan2", p, q),
+    "power": lambda w, p, q: w._each_pair("pow", p, q),
     "atan": lambda w, p: w._each_lane("atan", p),
     "erf": lambda w, p: w._each_lane("erf", p),
     "expand": lambda w, p: p,
     "detach": lambda w, p: p,
+    "surrogate": lambda w, p, q, r: p,
     # reductions join two numbers, or two vectors of them, into one
-    "sum": lambda w, p, q: w.b.fadd(p, q),
+    "sum": lambda w, p, q: w.b.fadd(p, q, flags=("contract",)),
     "amax": lambda w, p, q: w._call("maximum", p, q),
     "amin": lambda w, p, q: w._call("minimum", p, q),
 }

@@ -44,7 +44,7 @@ class Source:
 
 
 class Role(Enum):
-    """What a buffer holds: the first six are given to a kernel, the others are a writer's own."""
+    """What a buffer holds: the first seven are given to a kernel, the others are a writer's own."""
 
     __hash__ = object.__hash__  # buffers are looked up at every call; Enum's own takes far longer
 
@@ -52,10 +52,11 @@ class Role(Enum):
     STATES = "leaf {i} of the state after each step: [τ, batch, width]"
     INPUT = "sequence {i}, computed before the loop: [τ, batch, width]"
     INCOMING = "∇ of emitted value {i}, from outside the loop: [τ, batch, width]"
+    CONTEXT = "row {i} of what is computed once for each sequence: [batch, width]"
     GIVEN = "kept value {i}: [τ, batch, width]"
     CONSTANT = "row or matrix {i} of what is computed once: [width] or [k, width]"
     OUT = "wanted value {i}: [τ, batch, width]"
-    CARRY = "∇ of leaf {i} of the state, before the first step and then after the last: [batch, width]"
+    CARRY = "∇ of leaf {i} of the state, or of a context, before the first step and then after the last: [batch, width]"
     SUM = "∇ of row {i} of what is computed once: [width]"
     MATRIX = "matrix {i} of what is computed once, in the order in which the kernel reads it"
     CARRIED = "∇ of leaf {i} of the state after the last step, where that has a place of its own: [batch, width]"
@@ -149,8 +150,8 @@ class Writer(Kernel):
     def _backwards(self, program: Program, call: Call, dtype: torch.dtype, arrives: tuple[bool, ...]) -> Written:
         def source() -> Source:
             loop, reverse = program.loop, program.reverse(arrives)
-            carried = enumerate(reverse.carries)
-            moves = tuple((loop.builder.make("carry", width=g.width, index=k), g) for k, g in carried)
+            moving = enumerate(reverse.moving())
+            moves = tuple((loop.builder.make("carry", width=g.width, index=k), g) for k, g in moving)
             sums, given = tuple(g for _, g in reverse.rows), (*loop.emitted, *program.kept)
             return Source(tuple(reverse.stored()), moves, sums, given, True, call.lengths is not None)
 
@@ -170,6 +171,8 @@ class Writer(Kernel):
 
 
 def _common(program: Program, constants: list[Tensor], inputs: list[Any], state: list[Tensor]) -> dict[Buffer, Tensor]:
-    found = {Buffer(Role.START, i): t for i, t in zip(program.loop.carried, state, strict=True)}
+    carried = program.loop.carried
+    found = {Buffer(Role.START, i): t for i, t in zip(carried, state, strict=False)}
+    found |= {Buffer(Role.CONTEXT, i): t for i, t in enumerate(state[len(carried) :])}
     found |= {Buffer(Role.INPUT, i): t for i, t in enumerate(inputs) if t is not None}
     return found | {Buffer(Role.CONSTANT, i): t for i, t in enumerate(constants)}

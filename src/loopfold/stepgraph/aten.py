@@ -47,6 +47,12 @@ class Aten:
     numbers: tuple[int, ...] = ()
 
 
+# Where each number goes is the same whatever the numbers are; found by `moves`
+MOVING = (
+    *("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose"),
+    *("slice", "select", "split", "split_with_sizes", "unbind", "cat", "stack", "repeat", "flip", "roll"),
+    *("constant_pad_nd", "diagonal", "tril", "triu", "unfold", "slice_scatter", "select_scatter"),
+)
 _BOTH, _LAST_TWO = (0, 2), (1, 3)
 _KNOWN = {
     # number by number
@@ -65,7 +71,9 @@ _KNOWN = {
     "clamp_max": Aten(numbers=(1,)),
     "sigmoid": Aten(r"$\sigma$"),
     "relu": Aten("ReLU"),
-    "leaky_relu": Aten(pointwise=True),
+    **dict.fromkeys(("leaky_relu", "hardswish", "_prelu_kernel"), Aten(pointwise=True)),
+    "masked_fill": Aten(truth=Truth.AS_NUMBERS),
+    **dict.fromkeys(("isnan", "isinf"), Aten(truth=Truth.SAME)),
     # products
     "mm": Aten("@", Product.ROWS, _BOTH),
     "addmm": Aten("@", Product.ROWS, _LAST_TWO),  # addmm(b, h, W) adds its first
@@ -85,31 +93,37 @@ _KNOWN = {
     "argmax": Aten(dimension=1),
     "cumsum": Aten(dimension=1),
     "linalg_vector_norm": Aten(dimension=2),
+    **dict.fromkeys(("logsumexp", "var", "std", "glu"), Aten(dimension=1)),
     "_softmax": Aten("softmax", dimension=1),
+    "_safe_softmax": Aten("softmax", dimension=1),
     "_log_softmax": Aten(dimension=1),
     "native_layer_norm": Aten("norm"),
+    "native_group_norm": Aten("norm"),
     # numbers put elsewhere
-    "cat": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
-    "stack": Aten(moves=True, dimension=1),
-    "slice": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
-    "split": Aten(moves=True, dimension=2),
-    "split_with_sizes": Aten(moves=True, dimension=2),
-    "unbind": Aten(moves=True, dimension=1),
-    "select": Aten(moves=True, dimension=1),
-    "unsqueeze": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
-    "squeeze": Aten(moves=True, dimension=1, truth=Truth.AS_NUMBERS),
     "getitem": Aten(moves=True, truth=Truth.SAME),
-    **dict.fromkeys(
-        ("view", "_unsafe_view", "reshape", "expand"), Aten(moves=True, same_rows=True, truth=Truth.AS_NUMBERS)
-    ),
     **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.SAME)),
     "_to_copy": Aten(same_rows=True, truth=Truth.SAME),
-    **dict.fromkeys(("index_select", "permute", "t", "transpose", "repeat"), Aten(moves=True)),
-    **dict.fromkeys(("flip", "roll", "constant_pad_nd"), Aten(moves=True)),
+    **dict.fromkeys(MOVING, Aten(moves=True, truth=Truth.AS_NUMBERS)),
     # new tensors
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"), Aten(same_rows=True)),
-    **dict.fromkeys(("full", "full_like", "new_full"), Aten(same_rows=True)),
+    **dict.fromkeys(("full", "full_like", "new_full", "empty", "empty_like", "new_empty"), Aten(same_rows=True)),
 }
+
+
+_INDEX = "Slices, flip and roll have one, and so has a product with a matrix."
+_INSTEAD = {
+    **dict.fromkeys(("max", "min"), "torch.amax, torch.amin, torch.maximum and torch.minimum have one."),
+    **dict.fromkeys(
+        ("index", "index_select", "gather", "scatter", "scatter_add", "index_add", "take_along_dim"), _INDEX
+    ),
+    **dict.fromkeys(("complex", "view_as_complex", "polar"), "Write real and imaginary parts, [batch, n, 2]."),
+    "convolution": "A product with a matrix has one.",
+}
+
+
+def no_kernel(op: str) -> str:
+    """That an operation cannot be compiled, and what can be."""
+    return f"aten.{op} has no kernel. {_INSTEAD.get(op, '')}".rstrip()
 
 
 def aten(op: str) -> Aten:

@@ -1,7 +1,8 @@
 """The reverse step, derived from the loop by the gradients of `ops`, and what the forward pass must keep for it.
 
-The reverse loop carries ∇state from each step to the one before. What a step adds to the gradient of a matrix is
-an outer product, `v(t)ᵀ g(t)`, and leaves the loop: the rows v and g of all steps make one product at the end.
+The reverse loop carries ∇state from each step to the one before, and ∇context, to which each step adds. What a step
+adds to the gradient of a matrix is an outer product, `v(t)ᵀ g(t)`, and leaves the loop: the rows v and g of all steps
+make one product at the end.
 
 What is kept. The states are there anyway. Of the other values that the reverse step reads, those that a few additions
 and multiplications give again are computed again; so is one function of a state, such as tanh(c). All else (products,
@@ -32,6 +33,7 @@ class Reverse:
     inputs: tuple[Value | None, ...]  # ∇ of each input at this step
     products: tuple[Product, ...]
     rows: tuple[tuple[int, Value], ...]  # (constant i, what this step adds to its gradient)
+    contexts: tuple[tuple[int, Value], ...]  # (context i, its gradient from this step and all later ones)
     reached: tuple[bool, ...]  # whether a gradient goes back to each carried leaf at all; if not, it is None, not zero
 
     def stored(self) -> list[Value]:
@@ -40,7 +42,11 @@ class Reverse:
         return list(dict.fromkeys(found))
 
     def roots(self) -> list[Value]:
-        return [*self.carries, *self.stored(), *[g for _, g in self.rows]]
+        return [*self.moving(), *self.stored(), *[g for _, g in self.rows]]
+
+    def moving(self) -> list[Value]:
+        """The rows that go from each step to the one before; `carry` k is the k-th."""
+        return [*self.carries, *[g for _, g in self.contexts]]
 
 
 def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
@@ -89,10 +95,14 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
     carries = tuple(
         b.expand(leaf.get(("state", i), zero), widths.get(i, loop.next[k].width)) for k, i in enumerate(loop.carried)
     )
-    inputs = tuple(leaf.get(("input", i)) for i in range(len(loop.inputs)))
+    inputs = tuple(None if i in loop.fixed else leaf.get(("input", i)) for i in range(len(loop.inputs)))
     rows = tuple((i, g) for (op, i), g in leaf.items() if op == "constant")
     reached = tuple(("state", i) in leaf for i in loop.carried)
-    return Reverse(carries, inputs, tuple(products), rows, reached)
+    by_context = [(i, g) for (op, i), g in leaf.items() if op == "context"]
+    contexts = tuple(
+        (i, b.add(b.make("carry", width=g.width, index=k), g)) for k, (i, g) in enumerate(by_context, len(carries))
+    )
+    return Reverse(carries, inputs, tuple(products), rows, contexts, reached)
 
 
 def _carrying(loop: Loop, incoming: tuple[bool, ...]) -> set[int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from loopfold.states import State
@@ -18,17 +19,54 @@ class Unsound(Exception):
     """A program or a kernel that cannot be right: a fault of ours, found before any of its code runs."""
 
 
-class _Batch:
+@dataclass(frozen=True)
+class Batch:
+    """Stands for the batch size, which is free, in shapes and arguments; or for so many rows of every sequence."""
+
+    times: int = 1
+
     def __repr__(self) -> str:
-        return "batch"
+        return "batch" if self.times == 1 else f"{self.times}·batch"
 
 
-BATCH = _Batch()  # stands for the batch size in shapes and arguments, which is free
+BATCH = Batch()
+
+
+def batch_at(shape: tuple[Any, ...]) -> int | None:
+    """Which dimension of a shape is the batch."""
+    return next((i for i, size in enumerate(shape) if isinstance(size, Batch)), None)
+
+
+def features(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """The sizes of what belongs to one sequence.
+
+    >>> features((BATCH, 3, 5)), features((Batch(4), 5)), features((4, BATCH, 5))
+    ((3, 5), (4, 5), (4, 5))
+    """
+    return tuple(size.times if isinstance(size, Batch) else size for size in shape if size != BATCH)
+
+
+def rows_first(tensor: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """A tensor of such a shape as `[rows, features]`, a row for each sequence."""
+    at = batch_at(shape)
+    assert at is not None
+    parts = tensor.unflatten(at, (-1, shape[at].times)).movedim(at, 0)
+    return parts.reshape(len(parts), -1)
+
+
+def from_rows(tensor: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """`[rows, features]` as a tensor of such a shape."""
+    at = batch_at(shape)
+    assert at is not None
+    sizes = features((*shape[:at], *shape[at + 1 :]))
+    times = shape[at].times
+    parts = tensor.reshape(len(tensor), *sizes[:at], times, *sizes[at:])
+    return parts.movedim(0, at).flatten(at, at + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One value of the step: a leaf (`parameter`, `state`, `x`), an operation of torch, or a part of its results."""
+    """One value: a leaf (`parameter`, `state`, `x`, `context`), an operation of torch, or a part of its results."""
 
     name: str
     op: str
@@ -43,6 +81,11 @@ class Node:
         """Whether it gives nothing and only raises an error where something is wrong, such as a singular matrix."""
         return self.target is not None and not self.target._schema.returns
 
+    @property
+    def is_draw(self) -> bool:
+        """Whether it draws random numbers: others at every step, and in the order of the step."""
+        return self.target is not None and torch.Tag.nondeterministic_seeded in self.target.tags
+
     def inputs(self) -> list["Node"]:
         """The nodes that this one reads, in order."""
         return list(nodes_in((*self.args, *self.kwargs.values())))
@@ -55,25 +98,28 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """A step as plain data: what it reads, what it does, and what state it returns. `print` shows it."""
+    """A step as plain data: what it reads, what it does, and what it returns. `print` shows it."""
 
     name: str
     parameters: dict[str, Node]  # parameters and buffers, under the user's own names
     state: tuple[Node, ...]  # the leaves of the state that goes in
-    x: Node | None
+    x: tuple[Node, ...]  # what is another at every step: the leaves of x, and t where the step asks for its number
     operations: tuple[Node, ...]  # in the order in which they run
     outputs: tuple[Node, ...]  # the leaves of the state that comes out
-    structure: State  # a state with the structure of the one that comes out
+    structure: State  # with the structure of what comes out: the leaves of the results, then those of the state
     numbers: tuple[Node, ...] = ()  # numbers of the step that may be others at every call
+    context: tuple[Node, ...] = ()  # what every step reads alike, [batch, …]
+    results: tuple[Node, ...] = ()  # the leaves of an output beside the state, which no later step reads
 
     def __str__(self) -> str:
         def leaf(node: Node) -> str:
             return f"{node.name} [{', '.join(map(str, node.shape))}]"
 
-        reads = [leaf(n) for n in (*self.state, *([self.x] if self.x else []))]
+        reads = [leaf(n) for n in (*self.state, *self.x, *self.context)]
         lines = [f"{self.name}({', '.join(reads)})"]
         lines += [f"  parameters: {', '.join(leaf(p) for p in self.parameters.values())}"] if self.parameters else []
         lines += [f"  {node}" for node in self.operations]
+        lines += [f"  output {', '.join(n.name for n in self.results)}"] if self.results else []
         lines += [f"  return {', '.join(n.name for n in self.outputs)}"]
         return "\n".join(lines)
 
@@ -99,7 +145,10 @@ def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
         return values[node.args[0]][node.args[1]]
     assert node.target is not None
     kwargs = {k: _real(v, values, rows) for k, v in node.kwargs.items()}
-    return node.target(*[_real(a, values, rows) for a in node.args], **kwargs)
+    args = [_real(a, values, rows) for a in node.args]
+    if node.op in ("view", "_unsafe_view") and isinstance(args[1], list):
+        return args[0].reshape(args[1])  # these numbers may stand in another order in memory
+    return node.target(*args, **kwargs)
 
 
 def _real(a: Any, values: dict[Node, Any], rows: int) -> Any:
@@ -107,7 +156,7 @@ def _real(a: Any, values: dict[Node, Any], rows: int) -> Any:
         return values[a]
     if isinstance(a, tuple):
         return [_real(v, values, rows) for v in a]
-    return rows if a is BATCH else a
+    return rows * a.times if isinstance(a, Batch) else a
 
 
 # ------------------------------------------------------------------ what differs between batch sizes
@@ -124,8 +173,8 @@ def merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
             return new[id(a)]
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
             return tuple(merged(p, q) for p, q in zip(a, b, strict=True))
-        if type(a) is int and type(b) is int and (a, b) == (first, second):
-            return BATCH
+        if type(a) is int and type(b) is int and a != b and a % first == 0 and (a // first) * second == b:
+            return Batch(a // first)
         same = a.hex() == b.hex() if type(a) is type(b) is float else type(a) is type(b) and (a is b or a == b)
         if not same:
             raise Refusal(f"it computes with the batch size itself, or changes from call to call ({a!r}, then {b!r}).")
@@ -136,9 +185,9 @@ def merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
             raise Refusal("it does different things at different batch sizes.")
         args, shape = merged(a.args, b.args), merged(a.shape, b.shape)
         kwargs = {k: merged(v, b.kwargs[k]) for k, v in a.kwargs.items()}
-        if BATCH in shape[1:]:
-            raise Refusal(f"aten.{a.op} moves the batch from the first place.")
-        if not _is_size(args) or BATCH in kwargs.values():
+        if sum(isinstance(size, Batch) for size in shape) > 1:
+            raise Refusal(f"aten.{a.op} sets the sequences of a batch against each other.")
+        if any(isinstance(v, Batch) for v in (*args, *kwargs.values())) and a.op != "native_group_norm":
             raise Refusal(f"it computes with the batch size itself (in aten.{a.op}).")
         new[id(a)] = Node(a.name, a.op, args, kwargs, shape, a.dtype, a.target)
         return new[id(a)]
@@ -147,9 +196,11 @@ def merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
         raise Refusal("it does different things at different batch sizes.")
     parameters = {k: merge_node(p, two.parameters[k]) for k, p in one.parameters.items()}
     state = tuple(merge_node(a, b) for a, b in zip(one.state, two.state, strict=True))
-    x = merge_node(one.x, two.x) if one.x is not None and two.x is not None else None
+    x = tuple(merge_node(a, b) for a, b in zip(one.x, two.x, strict=True))
+    context = tuple(merge_node(a, b) for a, b in zip(one.context, two.context, strict=True))
     operations = tuple(merge_node(a, b) for a, b in zip(one.operations, two.operations, strict=True))
-    needed = _needed([new[id(o)] for o in one.outputs] + [n for n in operations if n.is_check])
+    always = [n for n in operations if n.is_check or n.is_draw]
+    needed = set(needed_for([new[id(o)] for o in (*one.outputs, *one.results)] + always, set()))
     return StepGraph(
         one.name,
         parameters,
@@ -158,6 +209,8 @@ def merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
         tuple(n for n in operations if n in needed),
         tuple(merged(one.outputs, two.outputs)),
         one.structure,
+        context=context,
+        results=merged(one.results, two.results),
     )
 
 
@@ -197,31 +250,17 @@ def with_numbers(known: StepGraph, new: StepGraph) -> tuple[StepGraph | None, tu
     try:
         parameters = {k: both_nodes(p, new.parameters[k]) for k, p in known.parameters.items()}
         state = tuple(both_nodes(a, b) for a, b in zip(known.state, new.state, strict=True))
-        x = both_nodes(known.x, new.x) if known.x is not None and new.x is not None else None
+        x = tuple(both_nodes(a, b) for a, b in zip(known.x, new.x, strict=True))
+        context = tuple(both_nodes(a, b) for a, b in zip(known.context, new.context, strict=True))
         operations = tuple(both_nodes(a, b) for a, b in zip(known.operations, new.operations, strict=True))
-        outputs = both(known.outputs, new.outputs)
+        outputs, results = both((known.outputs, known.results), (new.outputs, new.results))
     except Refusal:
         return None, ()
     if numbers.keys() == set(known.numbers):
         return known, tuple(numbers[leaf] for leaf in known.numbers)
-    found = StepGraph(known.name, parameters, state, x, operations, outputs, known.structure, tuple(numbers))
+    leaves = tuple(numbers)
+    found = StepGraph(known.name, parameters, state, x, operations, outputs, known.structure, leaves, context, results)
     return found, tuple(numbers.values())
-
-
-def _is_size(args: tuple[Any, ...]) -> bool:
-    """Whether the batch size stands, if anywhere, at the head of a list of sizes."""
-    return BATCH not in args and all(BATCH not in a[1:] for a in args if isinstance(a, tuple))
-
-
-def _needed(roots: list[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.inputs()
-    return seen
 
 
 def nodes_in(values: Any) -> Iterator[Node]:

@@ -1,6 +1,7 @@
 """Split a step graph at the loop: what depends on parameters alone, on x alone, on the state, and on nothing after.
 
     once      what depends on parameters alone: computed once per call, by torch, with its own gradients
+    aside     what depends on the context but on neither x nor the state: computed once for each sequence
     before    what depends on x but not on the state: computed for all τ steps at once, as one product each
     loop      what is left: from the state before a step to the state after it
     after     what no later step reads: computed for all τ steps at once from the states
@@ -15,43 +16,66 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from loopfold.stepgraph.aten import Truth, aten
-from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, needed_for, nodes_in
+from loopfold.stepgraph.aten import MOVING, Truth, aten, no_kernel
+from loopfold.stepgraph.graph import (
+    BATCH,
+    Batch,
+    Node,
+    Refusal,
+    StepGraph,
+    batch_at,
+    features,
+    needed_for,
+    nodes_in,
+    rows_first,
+)
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.rowwise import check_rowwise
+from loopfold.stepgraph.moves import broadcast, size_of, sources_of
+from loopfold.stepgraph.recipes import Matrix, Recipe
+from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
 from loopfold.stepgraph.rules import OWN, RULES
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
-    """How torch makes a tensor that the loop reads, from nodes of the step graph and other recipes."""
-
-    function: Callable[..., Tensor]
-    parts: tuple["Node | Recipe", ...]
-
-    def make(self, values: dict[Node, Any]) -> Tensor:
-        return self.function(*[p.make(values) if isinstance(p, Recipe) else values[p] for p in self.parts])
-
-    def nodes(self) -> list[Node]:
-        return [n for p in self.parts for n in (p.nodes() if isinstance(p, Recipe) else [p])]
-
-
-@dataclass(frozen=True, eq=False)
 class Loop:
-    """A step graph, split. `leaves[i]` is where leaf i of the new state comes from: an emitted value, or a node."""
+    """A step graph, split. `leaves[i]` is where a leaf of the new state comes from: an emitted value, or a node.
+
+    After those of the state come those of the graph's results.
+    """
 
     graph: StepGraph
     builder: Builder
     constants: tuple[Recipe, ...]  # rows [k] and matrices [k, m]
+    lengths: tuple[int, ...]  # of the constants: k of each
     inputs: tuple[Recipe, ...]  # sequences [τ·batch, k]
     widths: tuple[int, ...]  # of the inputs
+    contexts: tuple[Recipe, ...]  # rows [batch, k], the same at every step
     carried: tuple[int, ...]  # the leaves of the state that some later step reads
     emitted: tuple[Value, ...]  # the values kept for every step; the first are the carried leaves after the step
     leaves: tuple[int | Node, ...]
     taps: dict[Node, int]  # the nodes that the emitted values stand for
+    by_sequence: tuple[Node, ...]  # the context, and what depends on nothing else that is not the same for all
     checks: tuple[Node, ...]  # run once a call for the errors that they may raise
+
+    @cached_property
+    def draws(self) -> tuple[Node, ...]:
+        """The operations that draw random numbers: run first, for one step after the other."""
+        return tuple(node for node in self.graph.operations if node.is_draw)
+
+    @cached_property
+    def before_draws(self) -> list[Node]:
+        """What the draws read: sizes, and what depends on parameters alone."""
+        reads = [n for node in self.draws for n in node.inputs()]
+        return self._operations(needed_for(reads, {*self.graph.parameters.values(), *self.graph.numbers}))
+
+    @cached_property
+    def fixed(self) -> frozenset[int]:
+        """The inputs that are random numbers and nothing else, so that no gradient goes to them."""
+        leaves = {*self.graph.parameters.values(), *self.graph.x}
+        return frozenset(
+            i for i, recipe in enumerate(self.inputs) if not leaves & {*needed_for(recipe.nodes(), {*self.draws})}
+        )
 
     @property
     def next(self) -> tuple[Value, ...]:
@@ -65,9 +89,22 @@ class Loop:
         return self._operations(needed_for(roots, self._known()))
 
     @cached_property
+    def aside(self) -> list[Node]:
+        """The operations that run once for each sequence, on the context."""
+        roots = [*self.repeated, *(node for recipe in self.contexts for node in recipe.nodes())]
+        return self._operations(needed_for(roots, {*self._known(), *self.graph.context, *self.before}))
+
+    @cached_property
     def after(self) -> list[Node]:
         """The operations that run after the loop, on what is known then: also the taps, and the state before a step."""
-        return self._operations(needed_for(self.outside, {*self._known(), *self.before, *self.taps}))
+        known = {*self._known(), *self.before, *self.taps, *self.by_sequence}
+        return self._operations(needed_for(self.outside, known))
+
+    @cached_property
+    def repeated(self) -> list[Node]:
+        """What is the same at every step and is read after the loop, where all steps are taken together."""
+        reads = {n for node in self.after for n in node.inputs()} | {*self.outside}
+        return [node for node in self.by_sequence if node in reads]
 
     @cached_property
     def outside(self) -> list[Node]:
@@ -81,8 +118,7 @@ class Loop:
         return [k for k, i in enumerate(self.carried) if self.graph.state[i] in reads]
 
     def _known(self) -> set[Node]:
-        x = [] if self.graph.x is None else [self.graph.x]
-        return {*self.graph.parameters.values(), *self.graph.numbers, *x}
+        return {*self.graph.parameters.values(), *self.graph.numbers, *self.graph.x, *self.draws}
 
     def _operations(self, needed: list[Node]) -> list[Node]:
         wanted = set(needed)
@@ -91,56 +127,115 @@ class Loop:
 
 def hoist(graph: StepGraph) -> Loop:
     """Split `graph` at its loop, or say why that cannot be done."""
-    return _Hoist(graph).split()
+    try:
+        return _Hoist(graph).split(closer=True)
+    except Refusal:
+        return _Hoist(graph).split(closer=False)
 
 
 class _Hoist:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
+        self.dtype = graph.state[0].dtype
         self.builder = _Sums(self)
         self.constants: list[Recipe] = []
+        self.lengths: list[int] = []
         self.inputs: list[Recipe] = []
         self.widths: list[int] = []
+        self.contexts: list[Recipe] = []
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
         self.depends = self._dependence()
-        self.dtype: torch.dtype | None = None
+        self.grown = self._find_grown()
 
     def _dependence(self) -> dict[Node, str]:
-        """Each node as `once`, `before` or `state`: the most that anything it reads depends on."""
+        """Each node as `once`, `aside`, `before` or `state`: the most that anything it reads depends on."""
         found: dict[Node, str] = dict.fromkeys((*self.graph.parameters.values(), *self.graph.numbers), "once")
         found |= dict.fromkeys(self.graph.state, "state")
-        if self.graph.x is not None:
-            found[self.graph.x] = "before"
+        found |= dict.fromkeys(self.graph.x, "before")
+        found |= dict.fromkeys(self.graph.context, "aside")
+        of_the_batch = "aside" if self.graph.context else "before"
         for node in self.graph.operations:
             reads = {found[n] for n in node.inputs()}
-            if "state" in reads:
+            if node.is_draw:
+                self._check_draw(node)
+                found[node] = "before"
+            elif "state" in reads or reads >= {"before", "aside"}:  # both meet within the loop, where neither is copied
                 found[node] = "state"
+            elif reads & {"before", "aside"}:
+                found[node] = "before" if "before" in reads else "aside"
             else:
-                sized = BATCH in node.shape or "before" in reads
-                found[node] = "before" if sized else "once"
+                found[node] = of_the_batch if batch_at(node.shape) is not None else "once"
         return found
 
-    def split(self) -> Loop:
+    def _find_grown(self) -> set[Node]:
+        """What depends on x alone but is much larger than what it is made from, as an outer product is.
+
+        For all τ steps at once it would be a long way through memory; the loop makes it from its parts.
+        """
+        found: set[Node] = set()
+        for node in self.graph.operations:
+            if self.depends[node] == "before" and len(features(node.shape)) > 1 and node.dtype == self.dtype:
+                sources = sources_of(node)
+                larger = size_of(node.shape) >= 2 * sum(size_of(n.shape) for n in sources)
+                if (
+                    sources
+                    and (larger or any(n in found for n in sources))
+                    and (is_pointwise(node) or node.op in MOVING or node.op == "bmm")
+                ):
+                    found.add(node)
+        return found
+
+    def _closer(self, in_loop: set[Node]) -> list[Node]:
+        """What is better computed in the loop, though no later step reads it.
+
+        That is what reads the context, which is not copied there, and what is far smaller than a matrix that it reads.
+        """
+        found = []
+        for node in self.graph.operations:
+            if self.depends[node] == "state" and node not in in_loop and node.op in RULES:
+                small = 4 * size_of(node.shape)
+                reads = [n for n in node.inputs() if self.depends[n] in ("state", "aside")]
+                large = [n for n in reads if len(features(n.shape)) > 1 and size_of(n.shape) >= small > 0]
+                if large or any(self.depends[n] == "aside" for n in reads):
+                    found.append(node)
+        return found
+
+    def _check_draw(self, node: Node) -> None:
+        """Random numbers are drawn before the loop: they read nothing of a step, and every sequence has its own."""
+        read = needed_for(node.inputs(), set())
+        if {*self.graph.state, *self.graph.x, *self.graph.context} & {*read}:
+            raise Refusal(
+                f"it draws random numbers (aten.{node.op}) whose distribution depends on the state or on x. Draw them "
+                f"as they always are, and then compare or scale: torch.rand_like(p) < p, mean + torch.randn_like(mean)."
+            )
+        if batch_at(node.shape if node.dtype is not None else node.inputs()[0].shape) is None:
+            raise Refusal(
+                f"it draws random numbers (aten.{node.op}) for a tensor that all sequences share, so that this is "
+                f"another one at every step. Draw it once for each run, outside the step, into a buffer; or draw rows "
+                f"[batch, n]."
+            )
+
+    def split(self, closer: bool) -> Loop:
         graph = self.graph
         for node in graph.operations:
-            if self.depends[node] != "once":
+            if self.depends[node] != "once" and not node.is_draw:
                 check_rowwise(node)
-        for leaf in graph.state:
-            if len(leaf.shape) != 2:
-                raise Refusal(f"its state {leaf.name} has {len(leaf.shape)} dimensions; a kernel needs [batch, n].")
         dtypes = {leaf.dtype for leaf in (*graph.state, *graph.outputs)}
-        self.dtype = graph.state[0].dtype
         if len(dtypes) > 1 or self.dtype is None or not self.dtype.is_floating_point:
             raise Refusal(f"its state has {', '.join(sorted(map(str, dtypes)))}; a kernel needs one floating dtype.")
 
-        everything = set(needed_for(list(graph.outputs), set()))
+        everything = set(needed_for([*graph.outputs, *graph.results], set()))
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
         in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
+        if closer and carried:
+            in_loop |= set(needed_for([node for node in self._closer(in_loop) if node in everything], set()))
         for node in graph.operations:
             if node in in_loop and self.depends[node] == "state":
                 if node.dtype not in (self.dtype, torch.bool, None):
                     raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
+                if node.inputs() and all(_is_whole(n) for n in node.inputs()):
+                    raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
                 self.value_of[node] = self._value(node)
 
         emitted: list[Value] = []
@@ -157,13 +252,24 @@ class _Hoist:
             emitted.append(self._as_row(graph.outputs[i]))
             taps[graph.outputs[i]] = len(emitted) - 1
         leaves: list[int | Node] = []
+        for leaf in (*graph.outputs, *graph.results):
+            if batch_at(leaf.shape) != 0 or leaf.shape[0] != BATCH:
+                raise Refusal(f"{leaf.name}, which it returns, has shape {leaf.shape}; it must begin with the batch.")
         for i, output in enumerate(graph.outputs):
             if i in carried:
                 leaves.append(carried.index(i))
             else:
                 from_loop = output in in_loop and self.depends[output] == "state"
                 leaves.append(emit(output) if from_loop else output)
+        for result in graph.results:
+            from_loop = result in in_loop and self.depends[result] == "state"
+            place = emit(result) if from_loop else None
+            leaves.append(result if place is None or result.dtype != self.dtype else place)
         for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
+            if node.op == "getitem" and node.args[0] in self.value_of:  # one of several results
+                self.value_of[node] = self._value(node)
+                emit(node)
+                continue
             for read in node.inputs():  # what runs after the loop may read values from inside it
                 if read in self.value_of and read not in taps:
                     emit(read)
@@ -180,6 +286,7 @@ class _Hoist:
         order = ordered(emitted)
         used_constants = sorted({_constant(v) for v in order if v.op in ("constant", "matmul")})
         used_inputs = sorted({v.index for v in order if v.op == "input"})
+        used_contexts = sorted({v.index for v in order if v.op == "context"})
         builder = Builder()
         new: dict[Value, Value] = {}
         for v in order:
@@ -190,17 +297,22 @@ class _Hoist:
                 index = used_constants.index(v.index)
             elif v.op == "input":
                 index = used_inputs.index(v.index)
+            elif v.op == "context":
+                index = used_contexts.index(v.index)
             new[v] = builder.make(v.op, *[new[a] for a in v.args], width=v.width, index=index)
         return Loop(
             self.graph,
             builder,
             tuple(self.constants[i] for i in used_constants),
+            tuple(self.lengths[i] for i in used_constants),
             tuple(self.inputs[i] for i in used_inputs),
             tuple(self.widths[i] for i in used_inputs),
+            tuple(self.contexts[i] for i in used_contexts),
             carried,
             tuple(new[v] for v in emitted),
             leaves,
             taps,
+            tuple(node for node, kind in self.depends.items() if kind == "aside"),
             tuple(node for node in self.graph.operations if node.is_check),
         )
 
@@ -208,26 +320,39 @@ class _Hoist:
 
     def _as_row(self, node: Node) -> Value:
         """A node as a row of its full width."""
-        if len(node.shape) != 2 or node.shape[0] is not BATCH or not node.shape[1]:
-            raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
-        return self.builder.expand(self.row(self._argument(node)), node.shape[1])
+        if not size_of(node.shape):
+            raise Refusal(f"{node.name} has no features.")
+        if batch_at(node.shape) is None:
+            raise Refusal(f"{node.name} has shape {node.shape}: the same for all sequences of a batch.")
+        return self.builder.expand(self.row(self.argument(node)), size_of(node.shape))
 
     def _value(self, node: Node) -> Any:
         kind = self.depends[node]
         if node in self.graph.state:
-            return self.builder.make("state", width=node.shape[1], index=self.graph.state.index(node))
+            width = size_of(node.shape)
+            if not width:
+                raise Refusal(f"its state {node.name} has no features.")
+            return self.builder.make("state", width=width, index=self.graph.state.index(node))
         if kind == "once":
             return node  # a rule asks for it as a row or as a matrix
         if kind == "before":
-            return self.input_node(node)
+            return self._grown(node) if node in self.grown else self.input_node(node)
+        if kind == "aside":
+            return self._from_outside(node, self.context)
+        return self._computed(node)
+
+    def _computed(self, node: Node) -> Any:
         rule = RULES.get(node.op)
         if rule is None:
-            raise Refusal(f"aten.{node.op} has no kernel.")
+            raise Refusal(no_kernel(node.op))
         known, own = aten(node.op), OWN.get(node.op)
         places = [a for i, a in enumerate(node.args) if own is None and i not in known.numbers]
         if any(n in self.graph.numbers for n in nodes_in((*places, *node.kwargs.values()))):
             raise Refusal(f"aten.{node.op} has a kernel for fixed numbers only.")
-        arguments = [self._argument(a) for a in node.args]
+        arguments = [self.argument(a) for a in node.args]
+        if is_pointwise(node):
+            pairs = zip(node.args, arguments, strict=True)
+            arguments = [self.broadcast(a, v, node.shape) if isinstance(a, Node) else v for a, v in pairs]
         if node.dtype == torch.bool and known.truth is not Truth.SAME and not (own is not None and own.truth):
             if known.truth is Truth.UNKNOWN:
                 raise Refusal(f"aten.{node.op} of truth values has no kernel.")
@@ -235,18 +360,41 @@ class _Hoist:
             return self.condition(rule(self, node, *arguments, **dict(node.kwargs)))
         return rule(self, node, *arguments, **dict(node.kwargs))
 
+    def _grown(self, node: Node) -> Any:
+        if node not in self.value_of:
+            try:
+                self.value_of[node] = self._computed(node)
+            except Refusal:
+                self.value_of[node] = self.input_node(node)
+        return self.value_of[node]
+
     def _numbers(self, a: Any) -> Any:
         """An argument with 0 and 1 in place of truth values."""
         if isinstance(a, tuple):
             return tuple(self._numbers(v) for v in a)
         return self.row(a) if isinstance(a, Value) else a
 
-    def _argument(self, a: Any) -> Any:
+    def argument(self, a: Any) -> Any:
         if isinstance(a, Node):
             return self.value_of[a] if a in self.value_of else self._value(a)
-        return tuple(self._argument(v) for v in a) if isinstance(a, tuple) else a
+        return tuple(self.argument(v) for v in a) if isinstance(a, tuple) else a
 
     # ---- what the loop reads from outside
+
+    def broadcast(self, a: Node, v: Any, shape: tuple[Any, ...]) -> Any:
+        """The value of a node, as torch lays it beside others in an operation that gives `shape`."""
+        width = size_of(shape)
+        if isinstance(v, Value):
+            if v.width in (1, width):
+                return v
+            taken = self.builder.take(self.row(v), broadcast(a.shape, shape))
+            return self.condition(taken) if v.is_bool else taken
+        if len(a.shape) < 2 and size_of(a.shape) in (1, width):
+            return v
+        self._check_dtype(a)
+        sizes, dtype = [size.times if isinstance(size, Batch) else size for size in shape], self.dtype
+        recipe = Recipe(lambda t: t.expand(sizes).reshape(-1).to(dtype).contiguous(), (a,))
+        return self.constant(recipe, width, ("row", a, shape))
 
     def row(self, a: Any) -> Value:
         """An argument of a pointwise operation as a row: a value, a number, or something computed once."""
@@ -276,10 +424,11 @@ class _Hoist:
     def constant(self, recipe: Recipe, width: int, key: Any) -> Value:
         if key not in self.leaf_of:
             self.constants.append(recipe)
+            self.lengths.append(width)
             self.leaf_of[key] = self.builder.make("constant", width=width, index=len(self.constants) - 1)
         return self.leaf_of[key]
 
-    def matmul(self, v: Value, matrix: Node, start: int = 0) -> Value:
+    def matmul(self, v: Value, matrix: Matrix, start: int = 0) -> Value:
         """`v @ matrix`. Where v is several rows side by side, each is multiplied by its own part of the matrix."""
         if v.op == "cat":
             terms = []
@@ -287,24 +436,24 @@ class _Hoist:
                 terms.append(self.matmul(part, matrix, start))
                 start += part.width
             return self.builder.total(terms)
+        stop, columns = start + v.width, matrix.shape[1]
+        rows = matrix.rows(start, stop)
         if v.op == "expand" and v.args[0].op == "number":  # a column of ones, for a bias
-            number, stop = v.args[0].index, start + v.width
-            return self.constant(
-                Recipe(lambda m: number * m[start:stop].sum(0), (matrix,)), matrix.shape[1], (v, matrix, start)
-            )
+            number = v.args[0].index
+            return self.constant(Recipe(lambda m: number * m.sum(0), (rows,)), columns, (v, matrix, start))
         if v.op == "number":
             return self.matmul(self.builder.make("expand", v, width=1), matrix, start)
-        if matrix.dtype != self.dtype:
-            raise Refusal(f"{matrix.name} is {matrix.dtype} where the state is {self.dtype}.")
-        stop = start + v.width
-        whole = v.width == matrix.shape[0]
-        recipe = Recipe((lambda m: m) if whole else (lambda m: m[start:stop]), (matrix,))
+        if matrix.node.dtype != self.dtype:
+            raise Refusal(f"{matrix.node.name} is {matrix.node.dtype} where the state is {self.dtype}.")
         sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
         if sequence.op == "input":
             x = Recipe(lambda t: t[:, low : low + v.width], (self.inputs[sequence.index],))
-            return self.input(Recipe(torch.mm, (x, recipe)), matrix.shape[1], (v, matrix, start))
-        index = self.constant(recipe, v.width, ("matrix", matrix, start, stop)).index
-        return self.builder.make("matmul", v, width=matrix.shape[1], index=(index, False))
+            return self.input(Recipe(torch.mm, (x, rows)), columns, (v, matrix, start))
+        if sequence.op == "context":
+            c = Recipe(lambda t: t[:, low : low + v.width], (self.contexts[sequence.index],))
+            return self.context(Recipe(torch.mm, (c, rows)), columns, (v, matrix, start))
+        index = self.constant(rows, v.width, ("matrix", matrix, start, stop)).index
+        return self.builder.make("matmul", v, width=columns, index=(index, False))
 
     def input_node(self, node: Node) -> Value:
         """A node that depends on x alone, as a sequence; parts of a node are cut from the whole."""
@@ -312,13 +461,17 @@ class _Hoist:
         if cut is not None:
             parent, start = cut
             return self.builder.slice(self.input_node(parent), start, node.shape[1])
-        if len(node.shape) > 2:
-            raise Refusal(f"{node.name} has shape {node.shape}; a kernel needs rows [batch, n].")
+        return self._from_outside(node, self.input)
+
+    def _from_outside(self, node: Node, leaf: Callable[[Recipe, int, Any], Value]) -> Value:
+        """A node that is computed outside of the loop, as a row that the loop reads."""
+        shape, width, dtype = node.shape, size_of(node.shape), self.dtype
+        if batch_at(shape) is None:
+            raise Refusal(f"{node.name} is another at every step, but the same for all sequences of a batch.")
         self._check_dtype(node)
-        width, dtype = node.shape[1] if len(node.shape) == 2 else 1, self.dtype
         if not width:
             raise Refusal(f"{node.name} has no features.")
-        value = self.input(Recipe(lambda t: t.reshape(len(t), -1).to(dtype), (node,)), width, node)
+        value = leaf(Recipe(lambda t: rows_first(t, shape).to(dtype), (node,)), width, node)
         return self.condition(value) if node.dtype == torch.bool else value
 
     def input(self, recipe: Recipe, width: int, key: Any) -> Value:
@@ -326,6 +479,12 @@ class _Hoist:
             self.inputs.append(recipe)
             self.widths.append(width)
             self.leaf_of[key] = self.builder.make("input", width=width, index=len(self.inputs) - 1)
+        return self.leaf_of[key]
+
+    def context(self, recipe: Recipe, width: int, key: Any) -> Value:
+        if key not in self.leaf_of:
+            self.contexts.append(recipe)
+            self.leaf_of[key] = self.builder.make("context", width=width, index=len(self.contexts) - 1)
         return self.leaf_of[key]
 
 
@@ -349,19 +508,27 @@ class _Sums(Builder):
     def _sum(self, terms: list[Value]) -> Value:
         recipes = [(self.hoist.inputs if t.op == "input" else self.hoist.constants)[t.index] for t in terms]
         width = max(t.width for t in terms)
-        recipe = _product_and_row(terms, recipes) or Recipe(lambda *parts: sum(parts[1:], parts[0]), tuple(recipes))
+        recipe = _product_and_row(terms, recipes, self.hoist.dtype) or Recipe(
+            lambda *parts: sum(parts[1:], parts[0]), tuple(recipes)
+        )
         return self.hoist.input(recipe, width, tuple(terms))
 
 
-def _product_and_row(terms: list[Value], recipes: list[Recipe]) -> Recipe | None:
+def _product_and_row(terms: list[Value], recipes: list[Recipe], dtype: torch.dtype | None) -> Recipe | None:
     """`x @ U + b` as one operation, which spares a pass over the whole sequence."""
     if sorted(t.op for t in terms) != ["constant", "input"] or terms[0].width != terms[1].width:
         return None
     row, product = recipes if terms[0].op == "constant" else recipes[::-1]
     node = product.parts[0]
-    if not isinstance(node, Node) or node.op != "mm" or getattr(row.parts[0], "op", "") == "number":
+    if not isinstance(node, Node) or node.op != "mm" or node.shape[0] != BATCH or node.dtype != dtype:
+        return None
+    if getattr(row.parts[0], "op", "") == "number":
         return None
     return Recipe(torch.addmm, (row, *node.args))
+
+
+def _is_whole(node: Node) -> bool:
+    return node.dtype is not None and node.dtype != torch.bool and not node.dtype.is_floating_point
 
 
 def _terms(v: Value) -> list[Value]:
@@ -374,7 +541,7 @@ def _constant(v: Value) -> int:
 
 def _cut_of(node: Node) -> tuple[Node, int] | None:
     """(whole, start) where `node` is a part of the features of another node."""
-    if len(node.shape) != 2:
+    if len(node.shape) != 2 or node.shape[0] != BATCH:
         return None
     if node.op == "getitem" and node.args[0].op in ("split", "split_with_sizes"):
         whole, sizes, *dim = node.args[0].args

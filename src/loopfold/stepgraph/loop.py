@@ -1,14 +1,19 @@
 """The loop's own small language: rows of features, and the operations of `ops` on them.
 
 What is left inside the loop after hoisting is written in it, and so is the reverse step. A value is one row per
-sequence, `width` features long; a width of 1 broadcasts. Engines need to know these operations and no others.
+sequence, `width` features long; a width of 1 broadcasts. Heads, a matrix or a memory of places are rows too, their
+numbers in torch's order; which of them meets which is said by `take`. Engines need to know these operations and no
+others.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from loopfold.stepgraph.graph import Refusal
+from loopfold.stepgraph.moves import Positions
 from loopfold.stepgraph.ops import OPS, Kind
 
 
@@ -56,7 +61,10 @@ class Builder:
             raise Refusal(f"aten.{op} of rows without features.")
         if OPS[op].kind is Kind.POINTWISE and any(a.width not in (1, width) for a in args):
             raise Refusal(f"{op} of rows of {', '.join(str(a.width) for a in args)} features.")
-        key = (op, tuple(map(id, args)), width, index)
+        if args and width == 1 and all(a.op == "number" for a in args) and _gives_a_number(op):
+            numbers = [torch.tensor([a.index], dtype=torch.float64) for a in args]
+            return self.number(float(OPS[op].apply(*numbers, index=index)))
+        key = (op, tuple(map(id, args)), width, index.hex() if isinstance(index, float) else index)  # -0.0 is not 0.0
         if key not in self._made:
             self._made[key] = Value(op, args, width, index)
         return self._made[key]
@@ -105,6 +113,8 @@ class Builder:
             return v
         if v.op == "slice":
             return self.slice(v.args[0], v.index + start, width)
+        if v.op == "take":
+            return self.take(v.args[0], v.index[start : start + width])
         if v.is_pointwise:
             parts = [a if a.width == 1 else self.slice(a, start, width) for a in v.args]
             return self.make(v.op, *parts, width=width, index=v.index)
@@ -117,6 +127,46 @@ class Builder:
                 begin += part.width
             return self.cat(pieces)
         return self.make("slice", v, width=width, index=start)
+
+    def take(self, v: Value, positions: Positions) -> Value:
+        """The numbers of a row that stand at `positions`; -1 is zero. A few runs of neighbours are cut and joined.
+
+        A new order of sums and products is that of what they are made from, so that these need not be stored for it.
+        """
+        width = len(positions)
+        if not width:
+            return self.make("slice", v, width=0, index=0)
+        if v.op == "take":
+            return self.take(v.args[0], tuple(v.index[p] if p >= 0 else -1 for p in positions))
+        if v.op == "slice":
+            return self.take(v.args[0], tuple(p + v.index if p >= 0 else -1 for p in positions))
+        if v.width == 1 and -1 not in positions:
+            return self.expand(v, width)
+        if v.op == "expand" and -1 not in positions:
+            return self.expand(v.args[0], width)
+        starts = [j for j in range(width) if j == 0 or positions[j] != _following(positions[j - 1])]
+        if len(starts) > MOST_RUNS:
+            if v.op in _LINEAR and len(positions) == v.width and len({*positions, -1}) == v.width + 1:
+                return self.make(v.op, *[a if a.width == 1 else self.take(a, positions) for a in v.args])
+            return self.make("take", v, width=width, index=positions)
+        runs = [(positions[j], stop - j) for j, stop in zip(starts, [*starts[1:], width], strict=True)]
+        return self.cat([self.expand(self.number(0), n) if p < 0 else self.slice(v, p, n) for p, n in runs])
+
+    def put(self, v: Value, positions: Positions, width: int) -> Value:
+        """The reverse of `take`: a row of `width` features, where each number of v is added to where it stood."""
+        found: list[list[int]] = [[] for _ in range(width)]
+        for j, p in enumerate(positions):
+            if p >= 0:
+                found[p].append(j)
+        most = max(map(len, found))
+        if not most:
+            return self.expand(self.number(0), width)
+        taken = self.take(v, tuple(j for places in found for j in (*places, *[-1] * (most - len(places)))))
+        return taken if most == 1 else self.make("sum", taken, width=width)
+
+    def spread(self, v: Value, width: int) -> Value:
+        """A row in which each number of v stands several times, side by side: the reverse of a sum of parts."""
+        return self.take(v, tuple(j * v.width // width for j in range(width)))
 
     def cat(self, parts: Iterable[Value]) -> Value:
         """Rows side by side; neighbours cut from one row grow together again."""
@@ -136,6 +186,18 @@ class Builder:
             else:
                 joined.append(part)
         return joined[0] if len(joined) == 1 else self.make("cat", *joined, width=sum(p.width for p in joined))
+
+
+_LINEAR = ("add", "sub", "mul", "neg")
+MOST_RUNS = 4  # of neighbours, that are cut and joined one by one
+
+
+def _gives_a_number(op: str) -> bool:
+    return op != "expand" and OPS[op].kind is Kind.POINTWISE and not OPS[op].truth and not OPS[op].conditions
+
+
+def _following(p: int) -> int:
+    return p + 1 if p >= 0 else -1
 
 
 def _is_number(v: Value, number: float) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from loopfold.stepgraph import surrogate as _surrogate  # noqa: F401  it makes the operation known to torch
+
 Builder = Any  # of `loop`, which reads this table; and so
 Value = Any
 Gradient = Callable[..., tuple[Value | None, ...]]  # (builder, y, ∇y, *arguments) -> ∇ of each argument
@@ -22,9 +24,9 @@ class Kind(Enum):
 
     LEAF = "given to the step"
     POINTWISE = "feature by feature; a width of 1 goes with any other"
-    REDUCTION = "a whole row, down to one number"
+    REDUCTION = "a whole row: so many equal parts of it side by side, each down to one number"
     PRODUCT = "a whole row, times a matrix"
-    LAYOUT = "rows cut or joined; nothing is computed"
+    LAYOUT = "numbers put elsewhere; nothing is computed"
 
 
 class Again(Enum):
@@ -80,8 +82,13 @@ class Op:
         """
         names = [f"a{i}" for i in range(len(args))]
         source = self.python.format(*names, index="index", width="width", lead="a0.shape[:-1]")
-        known = dict(zip(names, args, strict=True), torch=torch, index=index, width=width)
+        known = dict(zip(names, args, strict=True), torch=torch, take=take, index=index, width=width)
         return eval(source, known)
+
+
+def take(row: torch.Tensor, positions: tuple[int, ...]) -> torch.Tensor:
+    """The numbers of a row that stand at `positions`; at -1 stands a zero."""
+    return torch.nn.functional.pad(row, (0, 1))[..., list(positions)]
 
 
 # ------------------------------------------------------------------ gradients of more than a line
@@ -108,10 +115,14 @@ def _share(b: Builder, better: str, a: Value, other: Value) -> Value:
     return b.where(b.make(better, a, other), 1, b.where(b.make("eq", a, other), 0.5, 0))
 
 
+def _put(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
+    return (b.put(g, y.index, a.width),)
+
+
 def _chosen(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
-    """Greatest or least of a row: every place that attains it gets the same share."""
-    hit = b.where(b.make("eq", a, y), 1, 0)
-    return (b.mul(hit, b.div(g, b.make("sum", hit, width=1))),)
+    """Greatest or least: every place that attains it gets the same share."""
+    hit = b.where(b.make("eq", a, b.spread(y, a.width)), 1, 0)
+    return (b.mul(hit, b.spread(b.div(g, b.make("sum", hit, width=y.width)), a.width)),)
 
 
 def _above_zero(b: Builder, y: Value, g: Value, a: Value) -> Value:
@@ -126,6 +137,23 @@ def _bell(b: Builder, y: Value, g: Value, a: Value) -> Value:
     return b.mul(b.mul(g, 2 / math.sqrt(math.pi)), b.make("exp", b.make("neg", b.mul(a, a))))
 
 
+def _modulo(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
+    return g, b.make("neg", b.mul(g, b.make("trunc", b.div(a, c))))
+
+
+def _angle(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
+    square = b.add(b.mul(a, a), b.mul(c, c))
+    share = b.where(b.make("eq", square, b.number(0)), 0, b.div(g, square))  # as torch has it, none at the origin
+    return b.mul(share, c), b.make("neg", b.mul(share, a))
+
+
+def _any_power(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
+    zero = b.number(0)
+    base = b.mul(b.mul(g, c), b.make("power", a, b.sub(c, 1)))
+    none = b.make("and", b.make("eq", a, zero), b.make("ge", c, zero))
+    return b.where(b.make("eq", c, zero), 0, base), b.where(none, 0, b.mul(b.mul(g, y), b.make("log", a)))
+
+
 # ------------------------------------------------------------------ the table
 
 
@@ -133,10 +161,12 @@ def _leaf(name: str) -> Op:
     return Op(name, Kind.LEAF, 0)
 
 
-def _function(name: str, gradient: Callable[..., Any], again: Again, c: str = "", python: str = "") -> Op:
+def _function(
+    name: str, gradient: Callable[..., Any], again: Again, c: str = "", python: str = "", aten: tuple[str, ...] = ()
+) -> Op:
     """Of one argument: `gradient(b, y, g, a)` is ∇a, where y = f(a) and g = ∇y."""
     python = python or f"torch.{name}({{0}})"
-    return Op(name, Kind.POINTWISE, 1, python, c, lambda *args: (gradient(*args),), again)
+    return Op(name, Kind.POINTWISE, 1, python, c, lambda *args: (gradient(*args),), again, aten=aten)
 
 
 def _several(name: str, arity: int, python: str, gradient: Gradient, again: Again, c: str = "", **rest: Any) -> Op:
@@ -154,7 +184,7 @@ def _logical(name: str, arity: int, python: str, c: str) -> Op:
 
 
 def _reduction(name: str, gradient: Gradient, join: str, start: float, exact: bool = False) -> Op:
-    python = f"torch.{name}({{0}}, -1, keepdim=True)"
+    python = f"torch.{name}({{0}}.unflatten(-1, ({{width}}, -1)), -1)"
     return Op(name, Kind.REDUCTION, 1, python, join, gradient, exact=exact, start=start)
 
 
@@ -165,6 +195,7 @@ _TABLE = (
     _leaf("number"),  # the index itself
     _leaf("constant"),  # row `index` of what is computed once
     _leaf("input"),  # sequence `index`, computed before the loop
+    _leaf("context"),  # row `index` of what is computed once for each sequence
     _leaf("state"),  # leaf `index` of the state before this step
     _leaf("carry"),  # ∇state(t), leaf `index`, from the steps after t
     _leaf("incoming"),  # ∇ of emitted value `index` at this step, from outside the loop
@@ -172,7 +203,8 @@ _TABLE = (
     Op("matmul", Kind.PRODUCT, 1),  # index (i, transposed): with matrix i of what is computed once, or its transpose
     Op("slice", Kind.LAYOUT, 1, "{0}.narrow(-1, {index}, {width})", again=_CHEAP),  # index: where it starts
     Op("cat", Kind.LAYOUT, None),  # its arguments side by side
-    _reduction("sum", lambda b, y, g, a: (b.expand(g, a.width),), "{0} + {1}", 0.0),
+    Op("take", Kind.LAYOUT, 1, "take({0}, {index})", gradient=_put, again=_CHEAP),  # index: `Positions`
+    _reduction("sum", lambda b, y, g, a: (b.spread(g, a.width),), "{0} + {1}", 0.0),
     _reduction("amax", _chosen, _GREATER, -math.inf, exact=True),
     _reduction("amin", _chosen, _LESS, math.inf, exact=True),
     # of two
@@ -182,6 +214,9 @@ _TABLE = (
     _several("div", 2, "{0} / {1}", _quotient, _ONE_STEP),
     _several("maximum", 2, "torch.maximum({0}, {1})", _greater, _CHEAP, _GREATER),
     _several("minimum", 2, "torch.minimum({0}, {1})", _lesser, _CHEAP, _LESS),
+    _several("fmod", 2, "torch.fmod({0}, {1})", _modulo, _KEPT),
+    _several("atan2", 2, "torch.atan2({0}, {1})", _angle, _KEPT),
+    _several("power", 2, "{0} ** {1}", _any_power, _KEPT, "pow({0}, {1})", aten=("pow",)),
     # truth values
     _comparison("lt", "<"),
     _comparison("le", "<="),
@@ -196,7 +231,7 @@ _TABLE = (
     # of one
     _function("neg", lambda b, y, g, a: b.make("neg", g), _CHEAP, "-{0}"),
     _function("abs", lambda b, y, g, a: b.mul(g, b.make("sign", a)), _CHEAP, "fabs({0})"),
-    _function("sign", lambda b, y, g, a: b.number(0), _CHEAP, "({0} > 0) - ({0} < 0)"),
+    _function("sign", lambda b, y, g, a: b.number(0), _CHEAP, "({0} > 0) - ({0} < 0)", aten=("sign", "sgn")),
     _function("relu", _above_zero, _CHEAP, "{0} <= 0 ? 0 : {0}", "{0}.relu()"),  # torch.relu takes no out=
     _function("tanh", lambda b, y, g, a: b.mul(g, b.sub(1, b.mul(y, y))), _ONE_STEP),
     _function("sigmoid", lambda b, y, g, a: b.mul(g, b.mul(y, b.sub(1, y))), _ONE_STEP, "1 / (1 + exp(-{0}))"),
@@ -210,10 +245,30 @@ _TABLE = (
     _function("pow", _power, _KEPT, "pow({0}, {index})", "{0} ** {index}"),  # index: the exponent
     _function("sin", lambda b, y, g, a: b.mul(g, b.make("cos", a)), _KEPT),
     _function("cos", lambda b, y, g, a: b.make("neg", b.mul(g, b.make("sin", a))), _KEPT),
+    _function("tan", lambda b, y, g, a: b.mul(g, b.add(b.mul(y, y), 1)), _KEPT),
+    _function("sinh", lambda b, y, g, a: b.mul(g, b.make("cosh", a)), _KEPT),
+    _function("cosh", lambda b, y, g, a: b.mul(g, b.make("sinh", a)), _KEPT),
+    _function("exp2", lambda b, y, g, a: b.mul(g, b.mul(y, math.log(2))), _KEPT),
+    _function("log2", lambda b, y, g, a: b.div(g, b.mul(a, math.log(2))), _KEPT),
+    _function("log10", lambda b, y, g, a: b.div(g, b.mul(a, math.log(10))), _KEPT),
+    _function("floor", lambda b, y, g, a: b.number(0), _CHEAP),
+    _function("ceil", lambda b, y, g, a: b.number(0), _CHEAP),
+    _function("trunc", lambda b, y, g, a: b.number(0), _CHEAP),
+    _function("round", lambda b, y, g, a: b.number(0), _CHEAP, "rint({0})"),  # halves to even
     _function("atan", lambda b, y, g, a: b.div(g, b.add(b.mul(a, a), 1)), _KEPT),
+    _function("asinh", lambda b, y, g, a: b.mul(g, b.make("rsqrt", b.add(b.mul(a, a), 1))), _KEPT),
     _function("erf", _bell, _KEPT),
+    _function("erfc", lambda *args: args[0].make("neg", _bell(*args)), _KEPT),
     # the same numbers
     _function("expand", lambda b, y, g, a: g, _CHEAP, "{0}", "{0}.expand(*{lead}, {width})"),  # a width of 1 repeated
     _function("detach", lambda b, y, g, a: None, _CHEAP, "{0}", "{0}.detach()"),
+    _several(  # the value of the first, and a gradient that is given
+        "surrogate",
+        3,
+        "(torch.ops.loopfold.surrogate({0}, {1}, {2}))",
+        lambda b, y, g, a, c, w: (g, b.mul(g, w), None),
+        _CHEAP,
+        "{0}",
+    ),
 )
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}

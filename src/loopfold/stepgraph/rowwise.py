@@ -2,38 +2,68 @@
 
 import torch
 
-from loopfold.stepgraph.aten import aten
-from loopfold.stepgraph.graph import BATCH, Node, Refusal
+from loopfold.stepgraph.aten import Product, aten, no_kernel
+from loopfold.stepgraph.graph import Batch, Node, Refusal, batch_at
+from loopfold.stepgraph.moves import moved
 
 
 def check_rowwise(node: Node) -> None:
     """Refuse an operation that may mix the sequences of a batch, or that is not known to keep them apart."""
-    reads = [n for n in node.inputs() if BATCH in n.shape]
-    rank, known = len(node.shape), aten(node.op)
-    fine = False
-    if node.op == "getitem":
-        fine = True
-    elif node.target is not None and (torch.Tag.pointwise in node.target.tags or known.pointwise):
-        fine = all(len(n.shape) == rank and n.shape[0] is BATCH for n in reads) and not any(
-            n not in reads and len(n.shape) == rank and n.shape[0] != 1 for n in node.inputs()
-        )
-    elif node.op == "mm":
-        fine = node.args[0] in reads and node.args[1] not in reads
-    elif node.op == "addmm":
-        fine = node.args[1] in reads and node.args[2] not in reads and len(node.args[0].shape) < 2
+    reads = [n for n in node.inputs() if batch_at(n.shape) is not None]
+    known = aten(node.op)
+    parts = node.op in ("getitem", "log_sigmoid_forward")
+    if parts or not reads:
+        fine = parts or known.moves or known.same_rows or batch_at(node.shape) is None
+    elif node.op in ("native_batch_norm", "_native_batch_norm_legit_no_training"):
+        in_training = node.op == "native_batch_norm" and node.args[5]  # then it takes means over the batch
+        fine = not in_training and batch_at(reads[0].shape) == 0
+    elif is_pointwise(node):
+        fine = all(_aligned(n, node) for n in reads)
+    elif known.product in (Product.ROWS, Product.OTHER) and node.op in _BATCHED:
+        a, b = (batch_at(n.shape) for n in node.inputs()[slice(*known.factors)])
+        fine = (a, b) in _BATCHED[node.op] and all(_aligned(n, node) for n in node.inputs()[: known.factors[0]])
     elif node.op == "native_layer_norm":
-        fine = BATCH not in node.args[1]
+        fine = not any(isinstance(size, Batch) for size in node.args[1])
+    elif node.op == "native_group_norm":
+        fine = batch_at(reads[0].shape) == 0
     elif node.op == "embedding":
         fine = node.args[0] not in reads and not any(node.args[3:4])  # scaling by frequency counts across rows
+    elif known.moves:
+        moved(node)
+        fine = True
     elif known.dimension is not None:
-        first = reads[0] if reads else node
-        size = len(first.shape) + (node.op in ("unsqueeze", "stack"))
-        dims = node.args[known.dimension :][:1] or (0,)
+        assert node.target is not None
+        dims = node.args[known.dimension :][:1] or (node.target._schema.arguments[known.dimension].default_value,)
         dims = dims[0] if isinstance(dims[0], tuple) else dims
-        fine = bool(dims) and all(d is not None and d % size != 0 for d in dims)
+        at, rank = batch_at(reads[0].shape), len(reads[0].shape)
+        fine = bool(dims) and all(d is not None and d % rank != at for d in dims)
     elif known.same_rows:
-        fine = all(n.shape and n.shape[0] is BATCH for n in (*reads, node))
+        fine = batch_at(node.shape) is None or all(batch_at(n.shape) == batch_at(node.shape) for n in reads)
+        fine = fine and (batch_at(node.shape) is not None or node.op.startswith("new_"))
     else:
-        raise Refusal(f"aten.{node.op} has no rule.")
+        raise Refusal(no_kernel(node.op))
     if not fine:
         raise Refusal(f"aten.{node.op} mixes the sequences of a batch.")
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether an operation works number by number, on tensors that torch broadcasts."""
+    tagged = node.target is not None and torch.Tag.pointwise in node.target.tags
+    return (tagged or aten(node.op).pointwise) and node.op not in ("_to_copy", "clone", "detach", "alias")
+
+
+# Where the batch may stand in the two factors of a product: never in the dimension that is summed over
+_BATCHED: dict[str, set[tuple[int | None, int | None]]] = {
+    **dict.fromkeys(("mm", "addmm"), {(0, None), (None, 1)}),
+    **dict.fromkeys(("bmm", "baddbmm"), {(0, 0), (1, None), (None, 2)}),
+    **dict.fromkeys(("mv", "addmv"), {(0, None)}),
+    "convolution": {(0, None)},
+}
+
+
+def _aligned(read: Node, node: Node) -> bool:
+    """Whether torch, which lines shapes up at their ends, lays the batch of what is read over that of the result."""
+    at, result = batch_at(read.shape), batch_at(node.shape)
+    if result is None or at is None:
+        return at is None
+    return len(read.shape) - at == len(node.shape) - result and read.shape[at] == node.shape[result]

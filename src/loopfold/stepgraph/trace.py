@@ -3,28 +3,34 @@
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from loopfold.states import State, Step, leaves, name_of, rebuild, zero_state
-from loopfold.stepgraph.graph import Node, Refusal, StepGraph, merge
+from loopfold.states import (
+    State,
+    Step,
+    asks_for_index,
+    gives_output,
+    leaves,
+    map_state,
+    name_of,
+    rebuild,
+    take_step,
+    zero_state,
+)
+from loopfold.stepgraph.functions import watched
+from loopfold.stepgraph.graph import BATCH, Node, Refusal, StepGraph, apply, merge
+from loopfold.stepgraph.recorder import NOT_ITS_OWN, Recorder, stood
 from loopfold.surroundings import habits, unchanged
 
-NOT_ITS_OWN = (
-    "it reads a tensor that is neither its parameter nor its buffer. Register it: self.register_buffer(name, tensor)."
-)
 
-
-def step_graph(f: Step, x0: Tensor | None = None, state: State | None = None) -> StepGraph:
-    """The graph of one step of `f` on `x0 [batch, n_in]`, from `state` (zeros by default).
+def step_graph(f: Step, x0: State | None = None, state: State | None = None, context: State | None = None) -> StepGraph:
+    """The graph of one step of `f` on `x0 [batch, n_in]`, from `state` (zeros by default), with a `context` if any.
 
     >>> from loopfold import Elman
     >>> print(step_graph(Elman(3, 5), torch.zeros(1, 3)))
@@ -42,44 +48,106 @@ def step_graph(f: Step, x0: Tensor | None = None, state: State | None = None) ->
     if state is None:
         if x0 is None:
             raise ValueError("step_graph needs an example input x0 [batch, n_in], or a state for a step without input.")
-        own = getattr(f, "initial_state", None)
-        state = zero_state(f, x0.shape[0], x0) if own is None else own(x0.shape[0])
+        own, batch = getattr(f, "initial_state", None), leaves(x0)[0].shape[0]
+        state = zero_state(f, batch, x0, context) if own is None else own(batch)
     try:
-        return trace(f, x0, state)
+        return trace(f, x0, state, context)
     except Refusal as reason:
         raise ValueError(f"{name_of(f)} cannot be traced: {reason}") from reason
 
 
-def trace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
+def trace(f: Step, x0: State | None, state: State, context: State | None = None) -> StepGraph:
     """The graph of a step: what comes out is a state again, which the next step can read."""
-    graph = trace_map(f, x0, state)
+    graph = trace_map(f, x0, state, context)
     if [o.shape for o in graph.outputs] != [s.shape for s in graph.state]:
         raise Refusal("it returns a state of another structure or size than it was given.")
+    for result in graph.results:
+        if result.shape[:1] != (BATCH,):
+            raise Refusal(f"its output {result.name} has shape {result.shape}, without a batch.")
     return graph
 
 
-def retrace(f: Step, x0: Tensor | None, state: State) -> StepGraph:
+def retrace(f: Step, x0: State | None, state: State, context: State | None = None) -> StepGraph:
     """The graph of a step that was traced before, when nothing but numbers has changed since."""
     _check_traceable(f)
-    first, second = _batch_sizes(f, x0, state)
-    return merge(_record(f, x0, state, first), _record(f, x0, state, second), first, second)
+    given = Given(state, x0, context)
+    first, second = _batch_sizes(f, given)
+    return merge(_record(f, given, first), _record(f, given, second), first, second)
 
 
-def trace_map(f: Step, x0: Tensor | None, state: State) -> StepGraph:
+def trace_map(f: Step, x0: State | None, state: State, context: State | None = None) -> StepGraph:
     """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size.
 
     What comes out may be of another size than what goes in, as it is for an output layer.
     """
     _check_traceable(f)
-    first, second = _batch_sizes(f, x0, state)
-    one = _record(f, x0, state, first)
-    merge(one, _record(f, x0, state, 1), first, 1)  # a step that treats a batch of one in its own way is found here
-    return merge(one, _record(f, x0, state, second), first, second)
+    given = Given(state, x0, context)
+    first, second = _batch_sizes(f, given)
+    one = _record(f, given, first)
+    graph = merge(one, _record(f, given, second), first, second)
+    try:
+        merge(one, _record(f, given, 1), first, 1)
+    except Refusal:  # torch's own operations take short cuts there, and a step may treat a batch of one in its own way
+        if not _true_of_one(f, graph, given):
+            raise
+    return graph
 
 
-def _batch_sizes(f: Step, x0: Tensor | None, state: State) -> tuple[int, int]:
+def _true_of_one(f: Step, graph: StepGraph, given: "Given") -> bool:
+    """Whether the graph gives what `f` gives for one sequence: the first of the batch, and any numbers."""
+    one = [None if part is None else map_state(lambda leaf: leaf[:1], part) for part in (*given, given.number(f))]
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(leaf: Tensor) -> Tensor:
+        return torch.randn(leaf.shape, generator=random).to(leaf) if leaf.is_floating_point() else leaf
+
+    any_numbers = [None if part is None else map_state(drawn, part) for part in one]
+    return all(_gives_the_same(f, graph, example) for example in (one, any_numbers))
+
+
+def _gives_the_same(f: Step, graph: StepGraph, example: list[Any]) -> bool:
+    own, devices = tensors_of(f), {leaf.device for leaf in leaves(example[0]) if leaf.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices), unchanged(f):
+        before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+        try:
+            wanted = leaves(take_step(f, *example))
+        except Exception as error:
+            raise Refusal(f"it fails where the batch is 1: {str(error).rstrip('.')}.") from None
+        state, x, context, number = ([] if part is None else leaves(part) for part in example)
+        values: dict[Node, Any] = {node: own[name] for name, node in graph.parameters.items()}
+        values |= zip((*graph.state, *graph.x, *graph.context), (*state, *x, *number, *context), strict=True)
+        torch.set_rng_state(before[0])  # the graph draws the same numbers, in the same order
+        for device, generator in zip(devices, before[1], strict=True):
+            torch.cuda.set_rng_state(generator, device)
+        for node in graph.operations:
+            values[node] = apply(node, values, 1)
+        found = [values[node] for node in (*graph.results, *graph.outputs)]
+    near = torch.finfo(state[0].dtype).eps ** 0.5 if state[0].is_floating_point() else 0.0
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, near, near, equal_nan=True)
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+class Given(NamedTuple):
+    """What a step is called with; None stands for what it is not given."""
+
+    state: State
+    x: State | None
+    context: State | None
+
+    def leaves(self) -> list[Tensor]:
+        return [leaf for part in self if part is not None for leaf in leaves(part)]
+
+    def number(self, f: Step) -> Tensor | None:
+        """An example of t, for a step that asks for its number."""
+        asks = asks_for_index(f, 1 + (self.x is not None) + (self.context is not None))
+        return leaves(self.state)[0].new_zeros(*leaves(self.state)[0].shape[:1], 1) if asks else None
+
+
+def _batch_sizes(f: Step, given: Given) -> tuple[int, int]:
     """Two batch sizes that cannot be taken for another size."""
-    taken = {size for t in (*tensors_of(f).values(), x0, *leaves(state)) if t is not None for size in t.shape[-3:]}
+    taken = {size for t in (*tensors_of(f).values(), *given.leaves()) for size in t.shape[-3:]}
     first, second = [p for p in range(1009, 1100, 2) if p not in taken][:2]
     return first, second
 
@@ -125,82 +193,10 @@ class _Stand(TorchFunctionMode):
             raise Refusal(f"it calls .{func.__name__}(), which a compiled step would not.")
         if getattr(func, "__self__", None) is Tensor.requires_grad:
             raise Refusal("it asks whether a tensor needs a gradient.")
-        return func(*_stood(self.fakes, args), **_stood(self.fakes, kwargs or {}))
+        return func(*stood(self.fakes, args), **stood(self.fakes, kwargs or {}))
 
 
-def _stood(fakes: dict[int, Tensor], arguments: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: fakes.get(id(t), t), arguments)
-
-
-class _Recorder(TorchDispatchMode):
-    """Writes down every operation. Values are known by the identity of their tensor."""
-
-    def __init__(self, fakes: dict[int, Tensor], gradients: bool) -> None:
-        super().__init__()
-        self.fakes, self.gradients = fakes, gradients
-        self.nodes: list[Node] = []
-        self.known: dict[int, tuple[Node, Tensor]] = {}  # the tensor is held, so that its id stays its own
-        self.names: dict[str, int] = {}
-
-    def leaf(self, op: str, name: str, tensor: Tensor) -> Node:
-        node = Node(self._fresh(name), op, shape=tuple(tensor.shape), dtype=tensor.dtype)
-        self.known[id(tensor)] = (node, tensor)
-        return node
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = _stood(self.fakes, args), _stood(self.fakes, kwargs or {})
-        if func.namespace == "prim":  # a question about a tensor, such as its device
-            return func(*args, **kwargs)
-        op = func._schema.name.removeprefix("aten::")
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Refusal(f"it draws random numbers (aten.{op}), which differ at every step.")
-        if func._schema.is_mutable:
-            raise Refusal(f"it, or something that it calls, updates a tensor in place (aten.{op}). Make a new tensor.")
-        if self.gradients and not torch.is_grad_enabled():
-            raise Refusal("it switches gradients off (torch.no_grad, where .detach() would do, or autograd.Function).")
-        result = func(*args, **kwargs)
-        inputs = tuple(self._lookup(a) for a in args), {k: self._lookup(v) for k, v in kwargs.items()}
-        self._record(op, func, inputs, result)
-        return result
-
-    def _record(self, op: str, func: OpOverload, inputs: tuple[Any, Any], result: Any) -> None:
-        args, kwargs = inputs
-        name = op.strip("_").removeprefix("native_")
-        if isinstance(result, Tensor):
-            if id(result) not in self.known:  # an operation may give back its own input
-                self._add(Node(self._fresh(name), op, args, kwargs, tuple(result.shape), result.dtype, func), result)
-            return
-        whole = Node(self._fresh(name), op, args, kwargs, target=func)
-        self.nodes.append(whole)
-        for i, part in enumerate(result or ()):
-            if isinstance(part, Tensor):
-                self._add(
-                    Node(self._fresh(f"{whole.name}.{i}"), "getitem", (whole, i), {}, tuple(part.shape), part.dtype),
-                    part,
-                )
-
-    def _add(self, node: Node, tensor: Tensor) -> None:
-        self.nodes.append(node)
-        self.known[id(tensor)] = (node, tensor)
-
-    def _lookup(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in self.known:
-                raise Refusal(NOT_ITS_OWN)
-            return self.known[id(value)][0]
-        if isinstance(value, list | tuple):
-            return tuple(self._lookup(v) for v in value)
-        return value
-
-    def _fresh(self, name: str) -> str:
-        count = self.names.get(name, 0)
-        self.names[name] = count + 1
-        return f"{name}_{count}" if count else name
-
-
-def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
+def _record(f: Step, given: Given, batch: int) -> StepGraph:
     """The graph of one call of `f`. Gradients are on, so that torch.no_grad() inside the step is seen."""
     names, iterators, remembers = habits(f)
     if "is_inference_mode_enabled" in names:
@@ -210,15 +206,15 @@ def _record(f: Step, x0: Tensor | None, state: State, batch: int) -> StepGraph:
     if remembers:  # first with real tensors, so that a cache keeps none without data
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
-                f(state, *([] if x0 is None else [x0]))
+                take_step(f, *given, given.number(f))
         except Exception as error:
             raise Refusal(f"it fails: {error}") from None
     gradients = torch.is_grad_enabled() if "is_grad_enabled" in names else True
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # in that mode layers are not taken apart
-        return _recorded(f, x0, state, batch, gradients)
+        return _recorded(f, given, batch, gradients)
 
 
-def _recorded(f: Step, x0: Tensor | None, state: State, batch: int, gradients: bool) -> StepGraph:
+def _recorded(f: Step, given: Given, batch: int, gradients: bool) -> StepGraph:
     fake = FakeTensorMode()
 
     def blank(like: Tensor, *shape: int) -> Tensor:
@@ -226,30 +222,53 @@ def _recorded(f: Step, x0: Tensor | None, state: State, batch: int, gradients: b
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     own = tensors_of(f)
-    inputs = [blank(leaf, batch, *leaf.shape[1:]) for leaf in leaves(state)]
-    x = None if x0 is None else blank(x0, batch, *x0.shape[1:])
+    state, x, context, t = [
+        None if part is None else map_state(lambda leaf: blank(leaf, batch, *leaf.shape[1:]), part)
+        for part in (*given, given.number(f))
+    ]
     fakes = {id(t): blank(t, *t.shape) for t in own.values()}
-    recorder = _Recorder(fakes, gradients)
-    state_nodes = tuple(recorder.leaf("state", k, t) for k, t in zip(_state_names(f, state), inputs, strict=True))
-    x_node = None if x is None else recorder.leaf("x", "x", x)
+    recorder = Recorder(fakes, gradients)
+    state_names = _state_names(f, state)
+    state_nodes = tuple(recorder.leaf("state", k, leaf) for k, leaf in zip(state_names, leaves(state), strict=True))
+    x_nodes = tuple(recorder.leaf("x", k, leaf) for k, leaf in (*_named("x", x), *_named("t", t)))
+    context_nodes = tuple(recorder.leaf("context", k, leaf) for k, leaf in _named("context", context))
     parameters = {name: recorder.leaf("parameter", name, fakes[id(t)]) for name, t in own.items()}
-    arguments = (rebuild(state, inputs), *([] if x is None else [x]))
-    with unchanged(f) as changed, _quiet(), fake, recorder, _Stand(fakes):
+    with unchanged(f) as changed, _quiet(), _plain_attention(), fake, recorder, watched(recorder), _Stand(fakes):
         try:
-            new = f(*arguments)
+            new = take_step(f, state, x, context, t)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise Refusal("it asks for the values of a tensor (if, while, float, .item()). Use torch.where.") from None
+            raise Refusal(
+                "it asks for the values of a tensor (if, while, float, .item()). Use torch.where; and of "
+                "torch.distributions, validate_args=False."
+            ) from None
         except Refusal:
             raise
         except Exception as error:
             if "convert all Tensors to FakeTensors" in str(error):
                 raise Refusal(NOT_ITS_OWN) from None
-            raise Refusal(f"it fails where the batch is {batch}: {error}") from None
+            raise Refusal(f"it fails on a batch of another size: {str(error).rstrip('.')}.") from None
     if changed:
         raise Refusal(f"it changes {', '.join(dict.fromkeys(changed))} at every step, which a compiled step would not.")
-    outputs = tuple(recorder._lookup(leaf) for leaf in leaves(new))
-    structure = rebuild(new, [torch.empty(0)] * len(outputs))
-    return StepGraph(name_of(f), parameters, state_nodes, x_node, tuple(recorder.nodes), outputs, structure)
+    found = tuple(recorder.lookup(leaf) for leaf in leaves(new))
+    cut = len(leaves(new[0])) if gives_output(new, state) else 0
+    return StepGraph(
+        name_of(f),
+        parameters,
+        state_nodes,
+        x_nodes,
+        tuple(recorder.nodes),
+        found[cut:],
+        rebuild(new, [torch.empty(0)] * len(found)),
+        context=context_nodes,
+        results=found[:cut],
+    )
+
+
+def _plain_attention() -> AbstractContextManager[None]:
+    """While open, torch's attention is products and a softmax, and no kernel of its own."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 @contextmanager
@@ -266,11 +285,17 @@ def _quiet() -> Iterator[None]:
 def _state_names(f: Step, state: State) -> list[str]:
     """The names that a reader knows: the fields of a NamedTuple, or the name of the step's first argument."""
     if isinstance(state, tuple):
-        fields = getattr(state, "_fields", None) or [f"state{i}" for i in range(len(state))]
-        if len(fields) == len(leaves(state)):
-            return list(fields)
-        return [f"state{i}" for i in range(len(leaves(state)))]
+        return [name for name, _ in _named("state", state)]
     try:
         return [next(iter(inspect.signature(f.forward if isinstance(f, nn.Module) else f).parameters))]
     except (ValueError, StopIteration):
         return ["state"]
+
+
+def _named(name: str, part: State | None) -> list[tuple[str, Tensor]]:
+    """The leaves of a part, by the fields of a NamedTuple, or by a name: x, or x0, x1, …"""
+    if part is None or isinstance(part, Tensor):
+        return [] if part is None else [(name, part)]
+    fields, parts = getattr(part, "_fields", ()), leaves(part)
+    names = fields if len(fields) == len(parts) else [f"{name}{i}" for i in range(len(parts))]
+    return list(zip(names, parts, strict=True))

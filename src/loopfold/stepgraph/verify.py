@@ -24,6 +24,7 @@ def verify_reverse(loop: Loop, reverse: Reverse, incoming: Sequence[bool], kept:
     """Raise `Unsound` where a value of the reverse step cannot be what it says, or is not there to be read."""
     given, forward = {*loop.emitted, *kept}, ordered(loop.emitted)
     checked = _Checked(loop, {k: v.width for k, v in enumerate(loop.emitted) if incoming[k]})
+    checked.leaves["carry"] |= {k: g.width for k, (_, g) in enumerate(reverse.contexts, len(loop.next))}
     order = ordered(reverse.roots(), stop=given)
     checked.values(dict.fromkeys([*forward, *order]))  # one matrix has one size, there and back
     known = set(forward)
@@ -32,6 +33,8 @@ def verify_reverse(loop: Loop, reverse: Reverse, incoming: Sequence[bool], kept:
         _need(not again or OPS[v.op].again is not Again.KEPT, v, "is computed again where it should have been kept")
     for v in reverse.roots():
         _need(not v.is_bool, v, "is a truth value, and gradients are numbers")
+    for k, (_, g) in enumerate(reverse.contexts, len(loop.next)):
+        _need(any(v.op == "carry" and v.index == k for v in g.args), g, "does not add to what later steps gave")
     for g, after in zip(reverse.carries, loop.next, strict=True):
         _need(g.width == after.width, g, f"is the gradient of a state of {after.width} features")
     for gradient, width in zip(reverse.inputs, loop.widths, strict=True):
@@ -88,6 +91,9 @@ def _pointwise(v: Value) -> None:
 def _layout(v: Value) -> None:
     if v.op == "cat":
         _need(v.width == sum(a.width for a in v.args), v, "is not as wide as its parts together")
+    elif v.op == "take":
+        inside = all(-1 <= p < v.args[0].width for p in v.index)
+        _need(len(v.index) == v.width and inside, v, f"takes other places than those of {v.args[0].width} features")
     else:
         _need(v.index >= 0 and v.index + v.width <= v.args[0].width, v, f"starts at {v.index} of {v.args[0].width}")
 
@@ -95,7 +101,7 @@ def _layout(v: Value) -> None:
 _WIDTHS: dict[Kind, Callable[[Value], None]] = {
     Kind.LEAF: lambda v: _need(v.width >= 1 and (v.op != "number" or v.width == 1), v, "has no such width"),
     Kind.POINTWISE: _pointwise,
-    Kind.REDUCTION: lambda v: _need(v.width == 1, v, "is more than one number"),
+    Kind.REDUCTION: lambda v: _need(v.args[0].width % v.width == 0, v, "is not a number for each of equal parts"),
     Kind.PRODUCT: lambda v: _need(v.width >= 1, v, "has no features"),
     Kind.LAYOUT: _layout,
 }
