@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "x in place": (lambda c, h, x: (h @ c.W).tanh() + x.mul_(1), r"updates x.*in place \(aten\.mul_\).*x\.clone\(\)"),
     "a part of x in place": (lambda c, h, x: x[:, :2].zero_().sum() + h, r"updates x.*in place \(aten\.zero_\)"),
     "no_grad": (_without_gradient, r"torch\.no_grad.*\.detach\(\)"),
-    "sort": (lambda c, h, x: torch.tanh(h @ c.W + x).sort(-1).values, r"aten\.sort has no rule"),
+    "sort": (lambda c, h, x: torch.tanh(h @ c.W + x).sort(-1).values, r"aten\.sort has no kernel"),
     "across the batch": (lambda c, h, x: torch.tanh(h @ c.W + x) - h.mean(0), r"aten\.mean mixes the sequences"),
     "x across the batch": (lambda c, h, x: torch.tanh(h @ c.W + (x - x.mean(0))), r"aten\.mean mixes the sequences"),
     "batch of one": (lambda c, h, x: torch.tanh(h @ c.W + x) if len(h) == 1 else x, "different batch sizes"),

@@ -6,6 +6,10 @@
     loop      what is left: from the state before a step to the state after it
     after     what no later step reads: computed for all τ steps at once from the states
 
+Three things go into the loop though they could stay outside, since they would be copied or stored for every step: what
+reads both x and the context, what is far larger than the x that it is made from, and what is far smaller than the
+state that it reads.
+
 `before` and `after` run the user's own operations with the τ steps as extra batch. That is right only where every
 row stands for itself, so operations that mix the sequences of a batch are refused.
 """
@@ -85,13 +89,15 @@ class Loop:
     @cached_property
     def before(self) -> list[Node]:
         """The operations that run before the loop, on parameters, numbers and x."""
-        roots = [*self.checks, *(node for recipe in (*self.constants, *self.inputs) for node in recipe.nodes())]
+        checks = [node for node in self.checks if node not in self.by_sequence]
+        roots = [*checks, *(node for recipe in (*self.constants, *self.inputs) for node in recipe.nodes())]
         return self._operations(needed_for(roots, self._known()))
 
     @cached_property
     def aside(self) -> list[Node]:
         """The operations that run once for each sequence, on the context."""
-        roots = [*self.repeated, *(node for recipe in self.contexts for node in recipe.nodes())]
+        checks = [node for node in self.checks if node in self.by_sequence]
+        roots = [*checks, *self.repeated, *(node for recipe in self.contexts for node in recipe.nodes())]
         return self._operations(needed_for(roots, {*self._known(), *self.graph.context, *self.before}))
 
     @cached_property
@@ -103,8 +109,7 @@ class Loop:
     @cached_property
     def repeated(self) -> list[Node]:
         """What is the same at every step and is read after the loop, where all steps are taken together."""
-        reads = {n for node in self.after for n in node.inputs()} | {*self.outside}
-        return [node for node in self.by_sequence if node in reads]
+        return [node for node in self.by_sequence if node in self._reads_after]
 
     @cached_property
     def outside(self) -> list[Node]:
@@ -114,8 +119,11 @@ class Loop:
     @cached_property
     def read_after(self) -> list[int]:
         """Which of the carried leaves, as they were before a step, are read after the loop."""
-        reads = {n for node in self.after for n in node.inputs()} | {*self.outside}
-        return [k for k, i in enumerate(self.carried) if self.graph.state[i] in reads]
+        return [k for k, i in enumerate(self.carried) if self.graph.state[i] in self._reads_after]
+
+    @cached_property
+    def _reads_after(self) -> set[Node]:
+        return {n for node in self.after for n in node.inputs()} | {*self.outside}
 
     def _known(self) -> set[Node]:
         return {*self.graph.parameters.values(), *self.graph.numbers, *self.graph.x, *self.draws}
@@ -255,16 +263,12 @@ class _Hoist:
         for leaf in (*graph.outputs, *graph.results):
             if batch_at(leaf.shape) != 0 or leaf.shape[0] != BATCH:
                 raise Refusal(f"{leaf.name}, which it returns, has shape {leaf.shape}; it must begin with the batch.")
-        for i, output in enumerate(graph.outputs):
+        for i, leaf in enumerate((*graph.outputs, *graph.results)):
             if i in carried:
                 leaves.append(carried.index(i))
             else:
-                from_loop = output in in_loop and self.depends[output] == "state"
-                leaves.append(emit(output) if from_loop else output)
-        for result in graph.results:
-            from_loop = result in in_loop and self.depends[result] == "state"
-            place = emit(result) if from_loop else None
-            leaves.append(result if place is None or result.dtype != self.dtype else place)
+                place = emit(leaf) if leaf in in_loop and self.depends[leaf] == "state" else None
+                leaves.append(leaf if place is None or leaf.dtype != self.dtype else place)
         for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
             if node.op == "getitem" and node.args[0] in self.value_of:  # one of several results
                 self.value_of[node] = self._value(node)

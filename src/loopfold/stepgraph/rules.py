@@ -268,7 +268,7 @@ def _each_with_its_own(hoist: Any, a: Node, b: Node, left: Value, right: Value) 
     return product if c == 1 else m.make("sum", product, width=k * i * j)
 
 
-# ------------------------------------------------------------------ along the features
+# ------------------------------------------------------------------ along dimensions
 
 
 @_rule("getitem")
@@ -415,7 +415,7 @@ def _full(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
     return hoist.builder.expand(hoist.builder.number(number), size_of(node.shape))
 
 
-# ------------------------------------------------------------------ more, number by number
+# ------------------------------------------------------------------ others, number by number
 
 
 @_rule("masked_fill")
@@ -565,7 +565,7 @@ def _batch_norm(
     return [y if bias is None else b.add(y, hoist.row(bias))]
 
 
-# ------------------------------------------------------------------ more, along dimensions
+# ------------------------------------------------------------------ others, along dimensions
 
 
 @_rule("logsumexp")
