@@ -1211,7 +1211,7 @@ def test_what_changes_and_does_not_matter_costs_no_program(monkeypatch: pytest.M
 def test_a_fall_to_the_plain_loop_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "_told", set())
     cell, x = Given(lambda f, h, x: torch.tanh(h @ f.W + x).sort(-1).values), sequence(5, 2, 4, dtype=torch.float32)
-    with pytest.warns(lf.EngineWarning, match=r"Given runs as a Python loop: .*aten\.sort has no rule"):
+    with pytest.warns(lf.EngineWarning, match=r"Given runs as a Python loop: .*aten\.sort has no kernel"):
         lf.unfold(cell, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
