@@ -226,7 +226,7 @@ def test_a_corrupted_kernel_is_found_out_at_a_later_run(monkeypatch: pytest.Monk
 def _checked_runs(cell: nn.Module, x: Tensor) -> selfcheck.Watch:
     for _ in range(selfcheck.FIRST + 1):
         lf.unfold(cell, x, engine=lf.Looped()).hidden.sum().backward()
-    return programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch
+    return programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch.of("Looped")
 
 
 def test_what_stays_on_the_cpu_says_so() -> None:

@@ -222,9 +222,11 @@ def test_kernels_compile_for_every_architecture(architecture: str) -> None:
     if driver.nvrtc() is None:
         pytest.skip("NVRTC is not installed")
     for dtype in FORMATS:
-        recurrence = lf.unfolding.checked(zoo.Slots(4, 40).to(dtype), torch.randn(4, 5, 4).to(dtype), None, None, None)
-        for text in APART.code(recurrence).split("// Slots ")[1:]:
-            assert driver._nvrtc(f"// {text}", driver.PRELUDE.read_text(), architecture)
+        for cell, n_in in ((zoo.Slots(4, 40), 4), (Every(), 5)):
+            x = torch.randn(4, 5, n_in).to(dtype)
+            recurrence = lf.unfolding.checked(cell.to(dtype), x, None, None, None)
+            for text in APART.code(recurrence).split(f"// {type(cell).__name__} ")[1:]:
+                assert driver._nvrtc(f"// {text}", driver.PRELUDE.read_text(), architecture)
 
 
 @pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF, 0x7F800001])

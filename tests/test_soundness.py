@@ -959,7 +959,7 @@ def test_a_later_check_catches_what_the_first_could_not(clock: list[float]) -> N
     cell, x = Given(stale).double(), sequence(6, 2, 4)
     for _ in range(5):
         lf.unfold(cell, x, engine=lf.FusedCPU())
-    watch = programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch
+    watch = programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch.of("FusedCPU")
     watch.credit = 1.0  # as after many runs
     clock[0] = 0.3
     found, expected = (lf.unfold(cell, x, engine=e).hidden for e in (lf.FusedCPU(), lf.Sequential()))

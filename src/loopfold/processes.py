@@ -79,4 +79,5 @@ def join_processes(device: str) -> Processes:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # a GPU for each
         _reach(lambda: dist.init_process_group("nccl" if device.startswith("cuda") else "gloo"))
+        _reach(dist.barrier)  # one that ends at once must not leave while another is still connecting
     return Processes(dist.get_rank(), dist.get_world_size(), device)
