@@ -1,4 +1,4 @@
-"""A decoder that looks back at what an encoder read, at every step anew: additive attention (Bahdanau et al., 2015)."""
+"""A decoder that looks back, at every step, at what an encoder read: additive attention (Bahdanau et al., 2015)."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The random numbers of a run: drawn before the loop, as `Sequential` would, and given again to whoever checks it.
+"""The random numbers of a run: drawn before the loop, as `Sequential` would, and given again to a check of it.
 
 The operations of a step that draw are run for one step after the other, in the order of the step and on its batch. So
 the numbers are those of the definition, and torch's generators are left as it leaves them.

@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
         return f"{name}_{count}" if count else name
 
     def _bound(self, node: Node, like: Tensor) -> Tensor:
-        """A tensor without data that stands for a node and is nobody's view."""
+        """A tensor without data that stands for a node and is no view of another."""
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         self.known[id(tensor)] = (node, tensor)
         return tensor
