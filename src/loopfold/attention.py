@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine
 from loopfold.feeding import Feeding, Outputs, TeacherForcing, as_outputs
-from loopfold.patterns import checked_truth, joined
+from loopfold.patterns import written
 from loopfold.recurrent import Recurrent, RecurrentLayer, as_layer
 from loopfold.states import State, Step, leaves, name_of, whole_number
 from loopfold.transitions import Transition, initial_state
-from loopfold.unfolding import Unfolding, check_lengths, check_steps
-from loopfold.wiring import Pattern, Prediction, Readout, Wiring, check_targets
+from loopfold.unfolding import Unfolding, check_lengths
+from loopfold.wiring import Pattern, Prediction, Readout, Wiring
 
 ROUND = 8  # places: sources of up to so many lengths share one compiled loop
 
@@ -134,27 +134,14 @@ class AttentionDecoder(Pattern):
         lengths: Tensor | list[int] | None = None,
     ) -> Prediction:
         """`x [places, batch, n_in]` with `lengths` is the source; `y [τ, batch]`, or `steps=τ`, what is written."""
-        if y is None and steps is None:
-            raise ValueError("how long should the sequence be? Give the targets y, or steps=τ.")
         read = self.encoder(x, lengths=lengths).hidden
         ends = None if lengths is None else check_lengths(lengths, *read.shape[:2])
         context = self.attention.source(read, ends)
-        tau = steps if y is None or steps is not None else y.shape[0]
-        assert tau is not None
-        check_steps(tau)
-        check_targets(y, tau, read.shape[1])
-        fed = read.new_zeros(read.shape[1], self.outputs.size)
-        known = checked_truth(feeding, y).known(y, self.outputs)
-        if known is not None:  # the inputs are known beforehand: one run over the sequence
-            run = self.recurrent(torch.cat([fed[None], known[:-1].to(fed.dtype)]), context=context)
-            return Prediction(self.readout(run.hidden), _looked_at(run, len(read)))
-        runs: list[Unfolding] = []
-        os: list[Tensor] = []
-        for t in range(tau):
-            runs.append(self.recurrent(fed[None], runs[-1].last if runs else None, context=context))
-            os.append(self.readout(runs[-1].last_hidden))
-            fed = feeding.next(os[-1], None if y is None else y[t], self.outputs)
-        return Prediction(torch.stack(os), _looked_at(joined(runs), len(read)))
+
+        def run(fed: Tensor, state: State | None) -> Unfolding:
+            return _looked_at(self.recurrent(fed, state, context=context), len(read))
+
+        return written(self, run, read.new_zeros(read.shape[1], self.outputs.size), y, feeding, steps)
 
     @property
     def wiring(self) -> Wiring:

@@ -1,6 +1,7 @@
 """The shapes of network that the book draws: what is read, where outputs stand, and what is fed back."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -131,7 +132,7 @@ class OutputRecurrence(Pattern):
                 f"the state has shape {tuple(fed.shape)}; x has batch {x.shape[1]} and outputs are of size "
                 f"{self.outputs.size}, so it must be {(x.shape[1], self.outputs.size)}."
             )
-        known = checked_truth(feeding, y).known(y, self.outputs)
+        known = _checked_truth(feeding, y).known(y, self.outputs)
         if known is not None:  # nothing waits: every step at once
             known = known.to(x.dtype)
             h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
@@ -199,26 +200,11 @@ class VectorToSequence(Pattern):
         if x.dim() != 2:
             raise ValueError(f"the vector has shape {tuple(x.shape)}; VectorToSequence needs [batch, n].")
         self._check_width(x.shape[1])
-        if y is None and steps is None:
-            raise ValueError("how long should the sequence be? Give the targets y, or steps=τ.")
-        tau = steps if y is None or steps is not None else y.shape[0]
-        assert tau is not None
-        check_steps(tau)
-        check_targets(y, tau, x.shape[0])
-        start = x.new_zeros(x.shape[0], self.outputs.size)
-        known = checked_truth(feeding, y).known(y, self.outputs)
-        if known is not None:  # the inputs are known beforehand: one run over the sequence
-            fed = torch.cat([start[None], known[:-1].to(x.dtype)])
-            run = self.recurrent(torch.cat([x.expand(tau, *x.shape), fed], -1), state)
-            return Prediction(self.readout(run.hidden), run)
-        runs: list[Unfolding] = []
-        os: list[Tensor] = []
-        fed = start
-        for t in range(tau):
-            runs.append(self.recurrent(torch.cat([x, fed], -1)[None], state if t == 0 else runs[-1].last))
-            os.append(self.readout(runs[-1].last_hidden))
-            fed = feeding.next(os[-1], None if y is None else y[t], self.outputs)
-        return Prediction(torch.stack(os), joined(runs))
+
+        def run(fed: Tensor, state: State | None) -> Unfolding:
+            return self.recurrent(torch.cat([x.expand(len(fed), *x.shape), fed], -1), state)
+
+        return written(self, run, x.new_zeros(x.shape[0], self.outputs.size), y, feeding, steps, state)
 
     @property
     def wiring(self) -> Wiring:
@@ -332,7 +318,40 @@ class Autoencoder(Pattern):
         return self(x, lengths=lengths)
 
 
-def checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:
+def written(
+    model: Pattern,
+    run: Callable[[Tensor, State | None], Unfolding],
+    start: Tensor,
+    y: Tensor | None,
+    feeding: Feeding,
+    steps: int | None,
+    state: State | None = None,
+) -> Prediction:
+    """A sequence that is written step by step, each step fed what the one before gave.
+
+    `run(fed [τ, batch, size], state)` runs the recurrence; `start [batch, size]` is fed to the first step.
+    """
+    if y is None and steps is None:
+        raise ValueError("how long should the sequence be? Give the targets y, or steps=τ.")
+    tau = steps if y is None or steps is not None else y.shape[0]
+    assert tau is not None
+    check_steps(tau)
+    check_targets(y, tau, len(start))
+    known = _checked_truth(feeding, y).known(y, model.outputs)
+    if known is not None:  # the inputs are known beforehand: one run over the sequence
+        whole = run(torch.cat([start[None], known[:-1].to(start.dtype)]), state)
+        return Prediction(model.readout(whole.hidden), whole)
+    runs: list[Unfolding] = []
+    os: list[Tensor] = []
+    fed = start
+    for t in range(tau):
+        runs.append(run(fed[None], state if t == 0 else runs[-1].last))
+        os.append(model.readout(runs[-1].last_hidden))
+        fed = feeding.next(os[-1], None if y is None else y[t], model.outputs)
+    return Prediction(torch.stack(os), _joined(runs))
+
+
+def _checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:
     """`feeding`, if it is one, and has the targets that it reads."""
     if checked_feeding(feeding).reads_truth and y is None:
         raise ValueError(
@@ -342,7 +361,7 @@ def checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:
     return feeding
 
 
-def joined(runs: list[Unfolding]) -> Unfolding:
+def _joined(runs: list[Unfolding]) -> Unfolding:
     """Runs of one step each, end to end."""
     states = map_state(lambda *parts: torch.cat(parts), *[run.states for run in runs])
     outputs = [run.outputs for run in runs]
