@@ -14,7 +14,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, gates_of, short_names
 from loopfold.states import in_evaluation, name_of
 from loopfold.stepgraph.aten import Product, aten
-from loopfold.stepgraph.graph import Batch, Node, Refusal, StepGraph, apply, batch_at, needed_for
+from loopfold.stepgraph.graph import Node, Refusal, StepGraph, apply, batch_at, needed_for, sizes_of
 from loopfold.stepgraph.trace import tensors_of, trace
 from loopfold.transitions import example_inputs, initial_state
 
@@ -173,7 +173,7 @@ def _fits(columns: Tensor, node: Node) -> bool:
 
 def _blank(node: Node) -> Tensor:
     """Zeros of the shape of a value, for a batch of one."""
-    return torch.zeros([size.times if isinstance(size, Batch) else size for size in node.shape], dtype=torch.long)
+    return torch.zeros(sizes_of(node.shape), dtype=torch.long)
 
 
 def _blocks(columns: Tensor) -> list[list[int]]:

@@ -39,6 +39,11 @@ def leaves(state: State) -> list[Tensor]:
     )
 
 
+def all_leaves(*parts: State | None) -> list[Tensor]:
+    """The tensors of several parts, in order; where a part is None, it has none."""
+    return [leaf for part in parts if part is not None for leaf in leaves(part)]
+
+
 def rebuild(like: State, new: Iterable[Tensor]) -> State:
     """A state with the structure of `like` and the tensors of `new`."""
     return _rebuild(like, iter(new))
@@ -176,7 +181,7 @@ def zero_state(f: Step, batch: int, x: State | None = None, context: State | Non
     The sizes tried are those of the parameters of `f` and of `x [batch, ...]`, where it is known; the structures
     are a tensor, the NamedTuple that the first argument is annotated with, and a pair.
     """
-    key = tuple((leaf.shape[1:], leaf.dtype) for leaf in _given(x, context)), x is None, context is None
+    key = tuple((leaf.shape[1:], leaf.dtype) for leaf in all_leaves(x, context)), x is None, context is None
     found = _known_states.setdefault(f, {}) if isinstance(f, nn.Module) else {}
     if key not in found:
         found[key] = _one_state(f, x, context)
@@ -280,10 +285,6 @@ def _blank(given: State) -> State:
     return map_state(lambda leaf: leaf.new_zeros(TRIAL_BATCH, *leaf.shape[1:]), given)
 
 
-def _given(*parts: State | None) -> list[Tensor]:
-    return [leaf for part in parts if part is not None for leaf in leaves(part)]
-
-
 def _tensors_of(f: Step) -> list[Tensor]:
     tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
     return [t for t in tensors if not nn.parameter.is_lazy(t)]
@@ -291,13 +292,13 @@ def _tensors_of(f: Step) -> list[Tensor]:
 
 def _a_tensor_of(f: Step, x: State | None) -> Tensor:
     """A tensor whose dtype and device the state takes over."""
-    floating = [t.detach() for t in (*_tensors_of(f), *_given(x)) if t.is_floating_point()]
+    floating = [t.detach() for t in (*_tensors_of(f), *all_leaves(x)) if t.is_floating_point()]
     return floating[0] if floating else torch.zeros(())
 
 
 def _sizes(f: Step, x: State | None, context: State | None = None) -> set[int]:
     own = {size for t in _tensors_of(f) for size in t.shape}
-    return own | {size for leaf in _given(x, context) for size in leaf.shape[1:]}
+    return own | {size for leaf in all_leaves(x, context) for size in leaf.shape[1:]}
 
 
 def _possible_inputs(f: Step, like: Tensor) -> list[Tensor | None]:

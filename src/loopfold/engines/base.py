@@ -11,6 +11,7 @@ from torch import Tensor
 from loopfold.states import (
     State,
     Step,
+    all_leaves,
     describe,
     gives_output,
     leaves,
@@ -57,13 +58,12 @@ class Recurrence:
     @property
     def tensors(self) -> list[Tensor]:
         """All that gradients may go back to: the leaves of state(0), of x and of the context, in this order."""
-        return [leaf for part in (self.state, self.x, self.context) if part is not None for leaf in leaves(part)]
+        return all_leaves(self.state, self.x, self.context)
 
     @property
     def sequences(self) -> list[Tensor]:
         """What a step reads a row of, `[τ, …]`: the leaves of x, and the index."""
-        index = [] if self.index is None else [self.index]
-        return [*([] if self.x is None else leaves(self.x)), *index]
+        return all_leaves(self.x, self.index)
 
     def on(self, tensors: Iterable[Tensor]) -> "Recurrence":
         """The same on others, in the order of `tensors`."""
@@ -145,7 +145,7 @@ def first_step(recurrence: Recurrence) -> State:
             f"{', the output first.' if turned else '.'}"
         )
     output, _ = parted(new, state)
-    for leaf in [] if output is None else leaves(output):
+    for leaf in all_leaves(output):
         if leaf.shape[:1] != expected[0][:1]:
             raise ValueError(
                 f"{name_of(f)} gave an output of shape {tuple(leaf.shape)} beside the state; "

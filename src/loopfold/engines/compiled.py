@@ -34,7 +34,7 @@ from loopfold.engines.selfcheck import (
     step_to_check,
 )
 from loopfold.engines.sequential import Sequential
-from loopfold.states import State, alive, detached, leaves, name_of, rebuild
+from loopfold.states import State, alive, all_leaves, detached, leaves, name_of, rebuild
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
 from loopfold.stepgraph.hoist import Loop
@@ -240,7 +240,7 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     if which is not None:
         inputs = [F.embedding(which, table) for table in inputs]
     inputs = [sequence.reshape(tau, batch, -1) for sequence in inputs]
-    values |= zip(graph.context, [] if recurrence.context is None else leaves(recurrence.context), strict=True)
+    values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
     for node in loop.aside:
         values[node] = apply(node, values, batch)
     state = [start[i].reshape(batch, -1) for i in loop.carried] + [recipe.make(values) for recipe in loop.contexts]

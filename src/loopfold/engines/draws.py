@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loopfold.stepgraph.graph import Batch, Node, Unsound, apply, batch_at
+from loopfold.stepgraph.graph import Node, Unsound, apply, batch_at, sizes_of
 from loopfold.stepgraph.hoist import Loop
 
 Drawn = tuple[Tensor, ...]  # the results of one operation, each at all steps: [τ, …]
@@ -84,7 +84,7 @@ _FILLS = {
 
 def _in_one_go(node: Node, steps: int, batch: int, like: Tensor) -> Tensor | None:
     """All steps by one call, where it gives what one call for each step does: on the CPU, normal ones 16 by 16."""
-    sizes = [batch * size.times if isinstance(size, Batch) else size for size in node.shape]
+    sizes = sizes_of(node.shape, batch)
     by_sixteen = "randn" not in node.op or math.prod(sizes) % 16 == 0
     if node.op not in _FILLS or like.device.type != "cpu" or not by_sixteen:
         return None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from loopfold.engines.base import EngineWarning, Recurrence
 from loopfold.engines.selfcheck import Watch
-from loopfold.states import State, leaves, map_state, name_of
+from loopfold.states import State, all_leaves, leaves, map_state, name_of
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, Unsound, with_numbers
 from loopfold.stepgraph.hoist import Loop, hoist
@@ -140,7 +140,7 @@ def restless(recurrence: Recurrence) -> bool:
 def _sizes(recurrence: Recurrence) -> Any:
     parts = leaves(recurrence.state)
     x = tuple((leaf.shape[2:], leaf.dtype) for leaf in recurrence.sequences)
-    context = tuple((leaf.shape[1:], leaf.dtype) for leaf in _leaves(recurrence.context))
+    context = tuple((leaf.shape[1:], leaf.dtype) for leaf in all_leaves(recurrence.context))
     structures = (_types(recurrence.state), _types(recurrence.x), _types(recurrence.context))
     return tuple((leaf.shape[1:], leaf.dtype) for leaf in parts), parts[0].device, x, context, structures
 
@@ -171,10 +171,6 @@ def _find(recurrence: Recurrence) -> Found | str:
         del shelf.found[next(iter(shelf.found))]
     shelf.found[key] = found
     return found
-
-
-def _leaves(part: State | None) -> list[Tensor]:
-    return [] if part is None else leaves(part)
 
 
 def _types(part: State | None) -> Any:

@@ -1,7 +1,7 @@
 """The step as data: a graph of tensor operations with a free batch size; and what two graphs of a step share."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,13 +37,22 @@ def batch_at(shape: tuple[Any, ...]) -> int | None:
     return next((i for i, size in enumerate(shape) if isinstance(size, Batch)), None)
 
 
+def sizes_of(shape: tuple[Any, ...], rows: int = 1) -> tuple[int, ...]:
+    """A shape in numbers, for a batch of `rows`.
+
+    >>> sizes_of((Batch(4), 5)), sizes_of((BATCH, 3), rows=2)
+    ((4, 5), (2, 3))
+    """
+    return tuple(rows * size.times if isinstance(size, Batch) else size for size in shape)
+
+
 def features(shape: tuple[Any, ...]) -> tuple[int, ...]:
     """The sizes of what belongs to one sequence.
 
     >>> features((BATCH, 3, 5)), features((Batch(4), 5)), features((4, BATCH, 5))
     ((3, 5), (4, 5), (4, 5))
     """
-    return tuple(size.times if isinstance(size, Batch) else size for size in shape if size != BATCH)
+    return sizes_of(tuple(size for size in shape if size != BATCH))
 
 
 def rows_first(tensor: Tensor, shape: tuple[Any, ...]) -> Tensor:
@@ -194,24 +203,12 @@ def merge(one: StepGraph, two: StepGraph, first: int, second: int) -> StepGraph:
 
     if len(one.operations) != len(two.operations):
         raise Refusal("it does different things at different batch sizes.")
-    parameters = {k: merge_node(p, two.parameters[k]) for k, p in one.parameters.items()}
-    state = tuple(merge_node(a, b) for a, b in zip(one.state, two.state, strict=True))
-    x = tuple(merge_node(a, b) for a, b in zip(one.x, two.x, strict=True))
-    context = tuple(merge_node(a, b) for a, b in zip(one.context, two.context, strict=True))
-    operations = tuple(merge_node(a, b) for a, b in zip(one.operations, two.operations, strict=True))
-    always = [n for n in operations if n.is_check or n.is_draw]
-    needed = set(needed_for([new[id(o)] for o in (*one.outputs, *one.results)] + always, set()))
-    return StepGraph(
-        one.name,
-        parameters,
-        state,
-        x,
-        tuple(n for n in operations if n in needed),
-        tuple(merged(one.outputs, two.outputs)),
-        one.structure,
-        context=context,
-        results=merged(one.results, two.results),
-    )
+    graph = _pair_by_pair(one, two, merge_node)
+    outputs, results = merged((one.outputs, one.results), (two.outputs, two.results))
+    always = [n for n in graph.operations if n.is_check or n.is_draw]
+    needed = set(needed_for([*outputs, *results, *always], set()))
+    operations = tuple(n for n in graph.operations if n in needed)
+    return replace(graph, operations=operations, outputs=outputs, results=results)
 
 
 def with_numbers(known: StepGraph, new: StepGraph) -> tuple[StepGraph | None, tuple[float, ...]]:
@@ -248,19 +245,29 @@ def with_numbers(known: StepGraph, new: StepGraph) -> tuple[StepGraph | None, tu
     if len(known.operations) != len(new.operations) or known.parameters.keys() != new.parameters.keys():
         return None, ()
     try:
-        parameters = {k: both_nodes(p, new.parameters[k]) for k, p in known.parameters.items()}
-        state = tuple(both_nodes(a, b) for a, b in zip(known.state, new.state, strict=True))
-        x = tuple(both_nodes(a, b) for a, b in zip(known.x, new.x, strict=True))
-        context = tuple(both_nodes(a, b) for a, b in zip(known.context, new.context, strict=True))
-        operations = tuple(both_nodes(a, b) for a, b in zip(known.operations, new.operations, strict=True))
+        graph = _pair_by_pair(known, new, both_nodes)
         outputs, results = both((known.outputs, known.results), (new.outputs, new.results))
     except Refusal:
         return None, ()
     if numbers.keys() == set(known.numbers):
         return known, tuple(numbers[leaf] for leaf in known.numbers)
-    leaves = tuple(numbers)
-    found = StepGraph(known.name, parameters, state, x, operations, outputs, known.structure, leaves, context, results)
-    return found, tuple(numbers.values())
+    return replace(graph, outputs=outputs, results=results, numbers=tuple(numbers)), tuple(numbers.values())
+
+
+def _pair_by_pair(one: StepGraph, two: StepGraph, both: Callable[[Node, Node], Node]) -> StepGraph:
+    """`one` with what `both` makes of each of its leaves and operations and of that of `two`, arguments first."""
+
+    def each(a: tuple[Node, ...], b: tuple[Node, ...]) -> tuple[Node, ...]:
+        return tuple(both(p, q) for p, q in zip(a, b, strict=True))
+
+    return replace(
+        one,
+        parameters={k: both(p, two.parameters[k]) for k, p in one.parameters.items()},
+        state=each(one.state, two.state),
+        x=each(one.x, two.x),
+        context=each(one.context, two.context),
+        operations=each(one.operations, two.operations),
+    )
 
 
 def nodes_in(values: Any) -> Iterator[Node]:

@@ -24,7 +24,6 @@ import torch
 from loopfold.stepgraph.aten import MOVING, Truth, aten, no_kernel
 from loopfold.stepgraph.graph import (
     BATCH,
-    Batch,
     Node,
     Refusal,
     StepGraph,
@@ -33,6 +32,7 @@ from loopfold.stepgraph.graph import (
     needed_for,
     nodes_in,
     rows_first,
+    sizes_of,
 )
 from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.moves import broadcast, size_of, sources_of
@@ -396,7 +396,7 @@ class _Hoist:
         if len(a.shape) < 2 and size_of(a.shape) in (1, width):
             return v
         self._check_dtype(a)
-        sizes, dtype = [size.times if isinstance(size, Batch) else size for size in shape], self.dtype
+        sizes, dtype = sizes_of(shape), self.dtype
         recipe = Recipe(lambda t: t.expand(sizes).reshape(-1).to(dtype).contiguous(), (a,))
         return self.constant(recipe, width, ("row", a, shape))
 

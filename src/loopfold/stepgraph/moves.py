@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from loopfold.stepgraph.graph import Batch, Node, Refusal, apply, batch_at, features, from_rows, rows_first
+from loopfold.stepgraph.graph import Node, Refusal, apply, batch_at, features, from_rows, rows_first, sizes_of
 
 _BATCHES = (3, 7)
 Positions = tuple[int, ...]  # for each number of a row, which number of another it is; -1: it is zero
@@ -59,8 +59,7 @@ def broadcast(shape: tuple[Any, ...], to: tuple[Any, ...]) -> Positions:
     """Where the numbers of a row of shape `to` stand in one of shape `shape`, which torch broadcasts to it."""
     addresses = torch.arange(size_of(shape))
     one = addresses.view(shape) if batch_at(shape) is None else from_rows(addresses[None], shape)
-    sizes = [size.times if isinstance(size, Batch) else size for size in to]
-    return tuple(rows_first(one.expand(sizes), to)[0].tolist())
+    return tuple(rows_first(one.expand(sizes_of(to)), to)[0].tolist())
 
 
 def sources_of(node: Node) -> list[Node]:

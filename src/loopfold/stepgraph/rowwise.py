@@ -38,8 +38,8 @@ def check_rowwise(node: Node) -> None:
         at, rank = batch_at(reads[0].shape), len(reads[0].shape)
         fine = bool(dims) and all(d is not None and d % rank != at for d in dims)
     elif known.same_rows:
-        fine = batch_at(node.shape) is None or all(batch_at(n.shape) == batch_at(node.shape) for n in reads)
-        fine = fine and (batch_at(node.shape) is not None or node.op.startswith("new_"))
+        at = batch_at(node.shape)
+        fine = node.op.startswith("new_") if at is None else all(batch_at(n.shape) == at for n in reads)
     else:
         raise Refusal(no_kernel(node.op))
     if not fine:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from loopfold.stepgraph.aten import MOVING
-from loopfold.stepgraph.graph import BATCH, Batch, Node, Refusal
+from loopfold.stepgraph.graph import BATCH, Batch, Node, Refusal, sizes_of
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.moves import moved, size_of, sources_of
 from loopfold.stepgraph.ops import OPS, Op
@@ -258,7 +258,7 @@ def _sums_of_products(hoist: Any, v: Value, fixed: Node, sizes: tuple[int, ...],
 
 def _each_with_its_own(hoist: Any, a: Node, b: Node, left: Value, right: Value) -> Value:
     """[k, i, c] times [k, c, j]: all products, summed over c."""
-    (k, i, c), j = (size.times if isinstance(size, Batch) else size for size in a.shape), b.shape[2]
+    (k, i, c), j = sizes_of(a.shape), b.shape[2]
     if k * i * j * c > MOST_TERMS:
         raise Refusal(f"a product [{k}, {i}, {c}] @ [{k}, {c}, {j}] for every sequence is too large for a kernel.")
     m, terms = hoist.builder, (k, i, j, c)
@@ -301,7 +301,7 @@ def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
 
 def _places(shape: tuple[Any, ...]) -> torch.Tensor:
     """The numbers of a row, in their shape: for one sequence."""
-    return torch.arange(size_of(shape)).view([s.times if isinstance(s, Batch) else s for s in shape])
+    return torch.arange(size_of(shape)).view(sizes_of(shape))
 
 
 def _mean_of(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:

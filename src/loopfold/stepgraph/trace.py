@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from loopfold.states import (
     State,
     Step,
+    all_leaves,
     asks_for_index,
     gives_output,
     leaves,
@@ -113,7 +114,7 @@ def _gives_the_same(f: Step, graph: StepGraph, example: list[Any]) -> bool:
             wanted = leaves(take_step(f, *example))
         except Exception as error:
             raise Refusal(f"it fails where the batch is 1: {str(error).rstrip('.')}.") from None
-        state, x, context, number = ([] if part is None else leaves(part) for part in example)
+        state, x, context, number = map(all_leaves, example)
         values: dict[Node, Any] = {node: own[name] for name, node in graph.parameters.items()}
         values |= zip((*graph.state, *graph.x, *graph.context), (*state, *x, *number, *context), strict=True)
         torch.set_rng_state(before[0])  # the graph draws the same numbers, in the same order
@@ -137,7 +138,7 @@ class Given(NamedTuple):
     context: State | None
 
     def leaves(self) -> list[Tensor]:
-        return [leaf for part in self if part is not None for leaf in leaves(part)]
+        return all_leaves(*self)
 
     def number(self, f: Step) -> Tensor | None:
         """An example of t, for a step that asks for its number."""
