@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.engines import auto, compiled, fused_cpu, looped, programs, selfcheck
+from loopfold.engines.kernel import Kernel
 from loopfold.states import leaves
 
 X = torch.Generator().manual_seed(1)
@@ -982,9 +983,7 @@ def test_a_choice_by_the_batch_size_is_caught() -> None:
 
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("kernel", [fused_cpu._FusedKernel, looped._LoopedKernel])
-def test_a_corrupted_kernel_is_caught(
-    kernel: type[compiled.Kernel], unequal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corrupted_kernel_is_caught(kernel: type[Kernel], unequal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernel.forward
 
     def wrong(self: Any, *arguments: Any) -> Any:
@@ -1006,9 +1005,7 @@ def test_a_corrupted_kernel_is_caught(
 
 @pytest.mark.parametrize("fault", ["state", "stored"])
 @pytest.mark.parametrize("kernel", [fused_cpu._FusedKernel, looped._LoopedKernel])
-def test_corrupted_gradients_are_caught(
-    kernel: type[compiled.Kernel], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupted_gradients_are_caught(kernel: type[Kernel], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any goes back: those of the definition are taken in their place."""
     right = kernel.backward
 

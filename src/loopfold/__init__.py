@@ -11,11 +11,12 @@ The modules in the order in which data flows; each imports only from those above
     stepgraph        the step as data: graph; surrogate, recorder, functions, trace; aten (what is known of torch's
                      operations), moves (where they put numbers); ops and loop (the loop's own language), recipes, rules
                      (from one to the other), rowwise, hoist, differentiate, verify
-    engines          the ways to run it: base, sequential; draws, selfcheck, programs, compiled, writing and cache (what
-                     the next share), looped; plan, vectors, native (machine code), fused_cpu; cuda_plan, cuda_values,
-                     cuda_products, cuda (CUDA code), driver, fused_gpu; auto
+    engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, compiled, writing and
+                     cache (what the next share), looped; plan, vectors, picking, native (machine code), fused_cpu;
+                     cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver, fused_gpu; auto
     unfolding        unfold(), Unfolding
-    recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional; from_torch, to_torch
+    recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional
+    conversion       from_torch, to_torch: torch's own modules as ours, and back
     feeding          what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
     wiring           what a pattern is: Pattern, its Readout and its Wiring
     patterns         SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder

@@ -3,6 +3,7 @@
 from loopfold.attention import AttentionDecoder
 from loopfold.backpropagation import BPTT, bptt, truncated_bptt
 from loopfold.comparison import compare
+from loopfold.conversion import from_torch, to_torch
 from loopfold.drawing.charts import draw_attention
 from loopfold.drawing.circuit import Level
 from loopfold.drawing.draw import draw
@@ -50,7 +51,7 @@ from loopfold.patterns import (
 )
 from loopfold.probing import HiddenStates, Tracked, hidden_states
 from loopfold.processes import Processes
-from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout, from_torch, to_torch
+from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
 from loopfold.report.page import write_report
 from loopfold.spectrum import Eigenvalues, eigenvalues
 from loopfold.stepgraph.graph import StepGraph

@@ -1,16 +1,14 @@
-"""What every engine that compiles a step shares: the trace, the parts outside the loop, and autograd around it.
+"""What every engine that compiles a step shares: the trace, the parts outside the loop, and the check of each run.
 
 An engine brings a `Kernel`, which runs the loop forwards and backwards. All else is here, so an engine cannot get it
-wrong: parameters enter as the user's own tensors, `once`, `before` and `after` are run by torch with its own gradients,
-and one autograd function stands for the loop.
+wrong: parameters enter as the user's own tensors, and what stands outside the loop is run by torch with its own
+gradients.
 """
 
 import time
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +20,12 @@ from torch.utils._device import DeviceContext
 
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.draws import Draws, draw, generators, set_generators
-from loopfold.engines.programs import Found, Program, forget, program_of
+from loopfold.engines.kernel import Call, Kernel, LoopFunction
+from loopfold.engines.programs import Found, forget, program_of
 from loopfold.engines.selfcheck import (
     FIRST,
     Guard,
     agrees_later,
-    come_many,
     disagreement,
     guarded,
     marks_of,
@@ -35,58 +33,8 @@ from loopfold.engines.selfcheck import (
 )
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, all_leaves, detached, leaves, name_of, rebuild
-from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
-from loopfold.stepgraph.hoist import Loop
-from loopfold.stepgraph.loop import Value
 from loopfold.surroundings import global_hooks
-
-
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """What a backward kernel returns; sequences are `[τ, batch, k]`."""
-
-    state: list[Tensor]  # ∇ of each carried leaf of state(0), then of each context that has one
-    stored: list[Tensor]  # the sequences of `reverse.stored()`
-    rows: list[Tensor]  # ∇ of each constant in `reverse.rows`
-
-
-class Kernel(ABC):
-    """Runs the loop of a program. All but the constants are contiguous; `call.lengths` is None or `[batch]`.
-
-    `state` holds the carried leaves of the state, then the contexts.
-    """
-
-    @abstractmethod
-    def forward(
-        self, program: Program, call: "Call", constants: list[Tensor], inputs: list[Tensor], state: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The sequences of the emitted values, and of the kept ones (none where `call.record` is False)."""
-
-    @abstractmethod
-    def backward(self, program: Program, call: "Call", saved: "Saved", incoming: list[Tensor | None]) -> Gradients:
-        """The way back, from the gradients that come to the emitted values (None where none does)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """The sizes of one run."""
-
-    steps: int
-    batch: int
-    lengths: Tensor | None
-    record: bool  # whether a backward pass may follow
-
-
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """What a run leaves for the way back; of the inputs only those that are read again, the others are None."""
-
-    constants: list[Tensor]
-    inputs: list[Tensor | None]
-    state: list[Tensor]
-    emitted: list[Tensor]
-    kept: list[Tensor]
 
 
 def compiled_refusal(recurrence: Recurrence) -> str | None:
@@ -223,8 +171,7 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
 
     values = _given(recurrence, found)
     if loop.draws:
-        draws = recurrence.draws or _drawn(recurrence, found)
-        values |= draws.sequences()
+        values |= recurrence.draws.sequences()
     many, which = rows, None
     xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in recurrence.sequences]
     if len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point() and not (loop.outside or loop.draws):
@@ -250,7 +197,7 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     emitted: list[Tensor] = []
     if loop.emitted:  # else no step reads the one before
         tensors = (*constants, *inputs, *state)
-        emitted = list(_Loop.apply(engine, kernel, program, call, len(constants), len(inputs), *tensors))
+        emitted = list(LoopFunction.apply(engine, kernel, program, call, len(constants), len(inputs), *tensors))
 
     if loop.outside:
         for node in loop.repeated:
@@ -298,162 +245,3 @@ def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
 def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:
     """After a sequence's end, its first value again: a value that the operations after the loop can handle."""
     return sequence if lengths is None else torch.where(alive(sequence, lengths), sequence, sequence[:1])
-
-
-class _Loop(torch.autograd.Function):
-    """The loop as one operation of autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, engine: Engine, kernel: Kernel, program: Program, call: Call, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        n_constants, n_inputs, *tensors = rest
-        constants = tensors[:n_constants]
-        constants = [t.resolve_neg() for t in constants]
-        inputs = [t.contiguous().resolve_neg() for t in tensors[n_constants : n_constants + n_inputs]]
-        state = [t.contiguous().resolve_neg() for t in tensors[n_constants + n_inputs :]]
-        emitted, kept = kernel.forward(program, call, constants, inputs, state)
-        if call.record:
-            ctx.engine, ctx.kernel, ctx.program, ctx.call = engine, kernel, program, call
-            ctx.counts = (n_constants, n_inputs, len(state), len(emitted))
-            read = [inputs[i] for i in program.inputs_read]
-            ctx.save_for_backward(*constants, *read, *state, *emitted, *kept)
-            ctx.set_materialize_grads(False)
-        return tuple(emitted)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        if all(g is None for g in incoming):  # nothing comes back this way
-            return (None,) * len(ctx.needs_input_grad)
-        tensors = list(ctx.saved_tensors)
-        sources = [t for t in (*tensors, *incoming) if t is not None and t.requires_grad]
-        n_constants, n_inputs, n_state, n_emitted = ctx.counts
-
-        def take(count: int) -> list[Tensor]:
-            taken = tensors[:count]
-            del tensors[:count]
-            return taken
-
-        program, call = ctx.program, ctx.call
-        needs = ctx.needs_input_grad[6:]
-        constants = take(n_constants)
-        read = dict(zip(program.inputs_read, take(len(program.inputs_read)), strict=True))
-        inputs = [read.get(i) for i in range(n_inputs)]
-        saved = Saved(constants, inputs, take(n_state), take(n_emitted), tensors)
-
-        def back(*arriving: Tensor | None) -> list[Tensor | None]:
-            gs = [None if g is None else g.contiguous().resolve_neg() for g in arriving]
-            found = ctx.kernel.backward(program, call, saved, gs)
-            return _collect(program, saved, program.reverse(tuple(g is not None for g in gs)), found, needs)
-
-        with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
-            results = _each(back, incoming) if come_many(incoming) else back(*incoming)
-        if torch.is_grad_enabled():  # this gradient may be differentiated in turn
-            name = type(ctx.engine).__name__
-            results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
-        return (*[None] * 6, *results)
-
-
-def _each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """`back`, for gradients that come many at a time: for one after the other."""
-    if torch._C._are_functorch_transforms_active():
-        results = iter(_OneByOne.apply(back, *incoming))
-        return [next(results) if there else None for there in back.there]  # type: ignore[attr-defined]
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    many = [None if g is None else torch._remove_batch_dim(g, level, 1, 0) for g in incoming]
-    count = next(len(g) for g in many if g is not None)
-    rows = [back(*[None if g is None else g[i] for g in many]) for i in range(count)]
-    columns = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
-    return [None if column is None else torch._add_batch_dim(column, 0, level) for column in columns]
-
-
-class _OneByOne(torch.autograd.Function):
-    @staticmethod
-    def forward(back: Callable[..., list[Tensor | None]], *incoming: Tensor | None) -> tuple[Tensor, ...]:
-        results = back(*incoming)
-        back.there = [g is not None for g in results]  # type: ignore[attr-defined]
-        return tuple(g for g in results if g is not None)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], back: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        def one(i: int) -> list[Tensor | None]:
-            pairs = zip(incoming, in_dims[1:], strict=True)
-            return [g if g is None or dim is None else g.select(dim, i) for g, dim in pairs]
-
-        rows = [_OneByOne.apply(back, *one(i)) for i in range(info.batch_size)]
-        results = tuple(torch.stack(column) for column in zip(*rows, strict=True))
-        return results, (0,) * len(results)
-
-
-def _collect(
-    program: Program, saved: Saved, reverse: Reverse, found: Gradients, needs: tuple[bool, ...]
-) -> list[Tensor | None]:
-    """The gradients in the order of the loop's arguments; every sum over time of outer products is one product here."""
-    loop, stored = program.loop, dict(zip(reverse.stored(), found.stored, strict=True))
-    constants, emitted = saved.constants, saved.emitted
-    by_constant: list[Tensor | None] = [None] * len(constants)
-
-    def add(i: int, g: Tensor) -> None:
-        old = by_constant[i]
-        by_constant[i] = g if old is None else old + g
-
-    sequences = dict(zip(loop.emitted, emitted, strict=True)) | dict(zip(program.kept, saved.kept, strict=True))
-    for product in reverse.products:
-        if not needs[product.matrix]:
-            continue
-        left, right = _rows(product.left, loop, saved, sequences), stored[product.right]
-        rights = [right.flatten(0, 1)] if len(left) == 1 else [right[0], right[1:].flatten(0, 1)]
-        parts = list(zip(left, rights, strict=True))
-        if constants[product.matrix].stride(0) == 1:  # W.T of the user's W: the gradient in the layout of W
-            add(product.matrix, _product([(r, l) for l, r in parts]).T)
-        else:
-            add(product.matrix, _product(parts))
-    for (i, _), g in zip(reverse.rows, found.rows, strict=True):
-        add(i, g.sum_to_size(constants[i].shape))
-    by_input = [None if g is None else stored[g] for g in reverse.inputs]
-    carried = len(loop.carried)
-    by_state = [g if reached else None for g, reached in zip(found.state[:carried], reverse.reached, strict=True)]
-    by_context: list[Tensor | None] = [None] * len(loop.contexts)
-    for (i, _), g in zip(reverse.contexts, found.state[carried:], strict=True):
-        by_context[i] = g
-    return [*by_constant, *by_input, *by_state, *by_context]
-
-
-def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) -> list[Tensor]:
-    """The rows `[τ·batch, k]` of all steps, in one piece or two."""
-    if v.op == "state":  # v(t) is the state before step t: state(0), then what was emitted
-        k = loop.carried.index(v.index)
-        return [saved.state[k], saved.emitted[k][:-1].flatten(0, 1)]
-    if v not in sequences and v.op == "slice":
-        return [part[:, v.index : v.index + v.width] for part in _rows(v.args[0], loop, saved, sequences)]
-    return [sequences[v].flatten(0, 1)]
-
-
-def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Σ leftᵀ right over the parts."""
-    left, right = parts[-1]
-    total = left.T @ right
-    for left, right in parts[:-1]:
-        total.addmm_(left.T, right)
-    return total
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated again: trying to raises an error that says so."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, gradient: Tensor, *sources: Tensor) -> Tensor:
-        ctx.engine_name = name
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(
-            f"{ctx.engine_name} has first derivatives only. For second derivatives run the recurrence with "
-            f"engine=lf.Sequential()."
-        )

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from loopfold.engines import cache
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
+from loopfold.engines.compiled import compiled_refusal, run_compiled
+from loopfold.engines.kernel import Call
 from loopfold.engines.programs import alone
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State, leaves, whole_number

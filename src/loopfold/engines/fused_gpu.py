@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
+from loopfold.engines.compiled import compiled_refusal, run_compiled
 from loopfold.engines.cuda import CudaCode, write_cuda
 from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan
 from loopfold.engines.cuda_values import FORMATS
+from loopfold.engines.kernel import Call
 from loopfold.engines.programs import alone
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State, leaves

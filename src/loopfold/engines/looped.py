@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
-from loopfold.engines.compiled import Call, compiled_refusal, run_compiled
+from loopfold.engines.compiled import compiled_refusal, run_compiled
+from loopfold.engines.kernel import Call
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State
 from loopfold.stepgraph.loop import Builder, Value, ordered

@@ -11,8 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from loopfold.engines.picking import Picking, Spot, kind_of
 from loopfold.engines.plan import Place, Plan
-from loopfold.engines.vectors import LLVM, Vectors
+from loopfold.engines.vectors import LLVM
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.stepgraph.graph import Unsound
 from loopfold.stepgraph.loop import Value
@@ -54,39 +55,6 @@ class Shape:
         return -(-vectors // size), size
 
 
-@dataclass(frozen=True, eq=False)
-class _Spot:
-    """Which features of a row a vector holds: one of `chunks`, whose number is only known when the kernel runs."""
-
-    chunks: list[list[int]]
-    index: Any = None  # which of them
-    mask: Any = None  # of the lanes that are there; None: all
-    first: Any = None  # the first feature, where they are neighbours in every chunk, one chunk after the other
-
-    def at(self, index: Any, mask: Any) -> "_Spot":
-        return _Spot(self.chunks, index, mask)
-
-
-def _through(v: Value, chunks: list[list[int]], plan: Plan) -> list[list[int]]:
-    """Where the features of `chunks` of a value stand in the row that it is read from."""
-    return [[v.index[p] for p in chunk] for chunk in chunks] if plan.is_taken(v) else chunks
-
-
-def _kind(chunks: list[list[int]]) -> str:
-    """How the numbers of every chunk stand in memory; -1 is a zero, which stands nowhere."""
-    if all(chunk == list(range(chunk[0], chunk[0] + len(chunk))) and chunk[0] >= 0 for chunk in chunks):
-        return "neighbours"
-    if all(set(chunk) == {chunk[0]} and chunk[0] >= 0 for chunk in chunks):
-        return "one"
-    gaps = all(p in (-1, _base(chunk) + i) for chunk in chunks for i, p in enumerate(chunk))
-    return "neighbours with gaps" if gaps else "scattered"
-
-
-def _base(chunk: list[int]) -> int:
-    """Where the first number of a chunk of neighbours stands, or would stand if it were not a zero."""
-    return next((p - i for i, p in enumerate(chunk) if p >= 0), 0)
-
-
 def _bits(start: int, width: int) -> int:
     return ((1 << width) - 1) << start
 
@@ -106,14 +74,13 @@ def write(source: Source, shape: Shape) -> Code:
     return Code(str(writer.module), writer.table, writer.row_size * shape.tile)
 
 
-class _Writer(Vectors):
+class _Writer(Picking):
     def __init__(self, plan: Plan, shape: Shape) -> None:
         super().__init__(shape.dtype, shape.lanes)
         self.plan, self.source, self.shape = plan, plan.source, shape
         # Which features of each buffer a step has written, one bit each: by the passes before this one, and by this one
         self.written: dict[Buffer, int] = {}
         self.being_written: dict[Buffer, int] = {}
-        self.tables: dict[tuple[int, ...], Any] = {}
         self._body()
         self._team()
 
@@ -358,35 +325,26 @@ class _Writer(Vectors):
 
     def _reduction(self, v: Value) -> None:
         """Each of equal parts of a row down to one number: vectors along a part, or across parts, whichever is less."""
-        ways = [self._along(v), self._across(v)]
-        spot = min(ways, key=lambda way: self._cost(v, way))
+        count, width = v.args[0].width // v.width, v.width
+        along = [[j * count + c for c in chunk] for j in range(width) for chunk in self._chunks(count)]
+        across = [[j * count + c for j in chunk] for chunk in self._chunks(width) for c in range(count)]
         with self._rows() as r:
-            if spot is ways[0]:
-                self._reduce_along(v, spot, r)
+            if self._cost(v, along) + 6 * width <= self._cost(v, across):  # each part is then summed up by itself
+                self._reduce_along(v, Spot(along), r)
             else:
-                self._reduce_across(v, spot, r)
-        self._writes(self.plan.home(v), v.width)
+                self._reduce_across(v, Spot(across), r)
+        self._writes(self.plan.home(v), width)
 
-    def _along(self, v: Value) -> "_Spot":
-        """Vectors of neighbours within a part, part by part; the last may be shorter."""
-        count = v.args[0].width // v.width
-        chunks = [list(range(c, min(c + self.lanes, count))) for c in range(0, count, self.lanes)]
-        return _Spot([[j * count + c for c in chunk] for j in range(v.width) for chunk in chunks])
-
-    def _across(self, v: Value) -> "_Spot":
-        """Vectors of the same place in neighbouring parts, place by place."""
-        count = v.args[0].width // v.width
-        blocks = [range(j, min(j + self.lanes, v.width)) for j in range(0, v.width, self.lanes)]
-        return _Spot([[j * count + c for j in block] for block in blocks for c in range(count)])
-
-    def _cost(self, v: Value, spot: "_Spot") -> float:
+    def _cost(self, v: Value, chunks: list[list[int]]) -> int:
         """Roughly, in vectors: one that is put together number by number takes several times as long."""
-        kinds = [_kind(_through(read, spot.chunks, self.plan)) for read in self.plan.reads(v) if read.width > 1]
-        each = 1 + 8 * sum(kind == "scattered" for kind in kinds)
-        lone = sum(len(chunk) == 1 for chunk in spot.chunks) * 0.1
-        return len(spot.chunks) * each + lone + (6 * v.width if spot.chunks == self._along(v).chunks else 0)
+        kinds = [kind_of(self._through(read, chunks)) for read in self.plan.reads(v) if read.width > 1]
+        return len(chunks) * (1 + 8 * kinds.count("scattered"))
 
-    def _reduce_along(self, v: Value, spot: "_Spot", r: Any) -> None:
+    def _through(self, v: Value, chunks: list[list[int]]) -> list[list[int]]:
+        """Where the features of `chunks` of a value stand in the row that it is read from."""
+        return [[v.index[p] for p in chunk] for chunk in chunks] if self.plan.is_taken(v) else chunks
+
+    def _reduce_along(self, v: Value, spot: Spot, r: Any) -> None:
         start, join = OPS[v.op].start, partial(LLVM[v.op], self)
         count = v.args[0].width // v.width
         full, rest = divmod(count, self.lanes)
@@ -409,7 +367,7 @@ class _Writer(Vectors):
                 numbers = [join(numbers[i], numbers[i + half]) for i in range(half)]
             self.b.store(numbers[0], self._at(self.plan.home(v), r, j))
 
-    def _reduce_across(self, v: Value, spot: "_Spot", r: Any) -> None:
+    def _reduce_across(self, v: Value, spot: Spot, r: Any) -> None:
         start, join, home = OPS[v.op].start, partial(LLVM[v.op], self), self.plan.home(v)
         count = v.args[0].width // v.width
         with self._features(v.width) as (j, mask):
@@ -427,9 +385,7 @@ class _Writer(Vectors):
             counts = self._counts(r) if group in self.plan.adds else None
             with self._features(group[2]) as (j, mask):
                 made: dict[Value, Any] = {}
-                width = group[2]
-                chunks = [list(range(k, min(k + self.lanes, width))) for k in range(0, width, self.lanes)]
-                spot = _Spot(chunks, self._chunk(j), mask, j)
+                spot = Spot(self._chunks(group[2]), self._chunk(j), mask, j)
                 for v, place in self.plan.stores.get(group, ()):
                     value = self._value(v, group, r, spot, made)
                     masked = mask if place.buffer.role is Role.OUT or group[2] < place.width else None
@@ -441,7 +397,7 @@ class _Writer(Vectors):
                     at = self._gep(self._pointer(Buffer(Role.SUM, k)), j)
                     self._save(self.b.fadd(self._load(at, mask), value), at, mask)
 
-    def _value(self, v: Value, group: Any, r: Any, spot: "_Spot", made: dict[Value, Any]) -> Any:
+    def _value(self, v: Value, group: Any, r: Any, spot: Spot, made: dict[Value, Any]) -> Any:
         """`v` at row r, at the features of `spot`: from a register, from memory, or computed.
 
         `group` is the pass that it is for; None: a reduction.
@@ -456,54 +412,11 @@ class _Writer(Vectors):
                 made[v] = self._splat(self.b.load(self._row_pointer(v, r), typ=self.number))
             elif self.plan.is_taken(v) or spot.first is None:
                 row = v.args[0] if self.plan.is_taken(v) else v
-                made[v] = self._picked(self._row_pointer(row, r), _through(v, spot.chunks, self.plan), spot)
+                made[v] = self._picked(self._row_pointer(row, r), self._through(v, spot.chunks), spot)
             else:
                 at = self._gep(self._row_pointer(v, r), spot.first)
                 made[v] = self._load(at, spot.mask if self._is_outside(v) else None)
         return made[v]
-
-    def _chunk(self, j: Any) -> Any:
-        """Which vector feature j begins."""
-        if isinstance(j, ir.Constant):
-            return self._int(j.constant // self.lanes)
-        return self.b.lshr(j, self._int(self.lanes.bit_length() - 1))
-
-    def _picked(self, row: Any, chunks: list[list[int]], spot: "_Spot") -> Any:
-        """The numbers of a row at the positions of one of `chunks`: neighbours, all one, or one by one."""
-        kind, b = _kind(chunks), self.b
-        if kind == "scattered":
-            flat = [p for chunk in chunks for p in (chunk + [0] * self.lanes)[: self.lanes]]
-            start, out = self._mul(spot.index, self.lanes), ir.Constant(self.vector, ir.Undefined)
-            for i in range(self.lanes):
-                at = self._looked_up(flat, self._add(start, self._int(i)))
-                there = b.icmp_signed(">=", at, self._int(0))
-                number = b.load(self._gep(row, b.select(there, at, self._int(0))), typ=self.number)
-                number = b.select(there, number, ir.Constant(self.number, 0.0)) if -1 in flat else number
-                out = b.insert_element(out, number, ir.Constant(self.i32, i))
-            return out
-        at = self._gep(row, self._looked_up([_base(chunk) for chunk in chunks], spot.index))
-        if kind == "one":
-            return self._splat(b.load(at, typ=self.number))
-        mask = spot.mask
-        if kind == "neighbours with gaps":
-            there = [sum(1 << i for i, p in enumerate(chunk) if p >= 0) for chunk in chunks]
-            bits = b.trunc(self._looked_up(there, spot.index), ir.IntType(self.lanes))
-            mask = b.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
-        return self._load(at, mask)
-
-    def _looked_up(self, numbers: list[int], index: Any) -> Any:
-        """numbers[index], from a table, unless they go up by equal steps."""
-        step = numbers[1] - numbers[0] if len(numbers) > 1 else 0
-        if all(n == numbers[0] + i * step for i, n in enumerate(numbers)):
-            return self._add(self._int(numbers[0]), self._mul(index, step))
-        key = tuple(numbers)
-        if key not in self.tables:
-            kind = ir.ArrayType(self.i32, len(numbers))
-            table = ir.GlobalVariable(self.module, kind, self.module.get_unique_name("positions"))
-            table.initializer, table.global_constant, table.linkage = ir.Constant(kind, numbers), True, "internal"
-            self.tables[key] = table
-        at = self.b.gep(self.tables[key], [index], source_etype=self.i32)
-        return self.b.sext(self.b.load(at, typ=self.i32), self.i64)
 
     def _is_outside(self, v: Value) -> bool:
         """Whether reading past the end of a row may leave the memory that is ours (or the row)."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import Recurrence
-from loopfold.engines.compiled import Call, Gradients, Kernel, Saved
+from loopfold.engines.kernel import Call, Gradients, Kernel, Saved
 from loopfold.engines.programs import Program, alone, program_of
 from loopfold.states import leaves
 from loopfold.stepgraph.loop import Builder, Value
