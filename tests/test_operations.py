@@ -21,10 +21,11 @@ from loopfold.stepgraph import rules
 from loopfold.stepgraph.aten import _KNOWN
 from loopfold.stepgraph.differentiate import differentiate, kept_values
 from loopfold.stepgraph.graph import Unsound
-from loopfold.stepgraph.hoist import Loop, hoist
+from loopfold.stepgraph.hoist import hoist
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.ops import OPS, Kind, Op
 from loopfold.stepgraph.rules import RULES
+from loopfold.stepgraph.split import Loop
 from loopfold.stepgraph.verify import verify, verify_reverse
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopfold.stepgraph.graph import Node, Unsound, apply, batch_at, sizes_of
-from loopfold.stepgraph.hoist import Loop
+from loopfold.stepgraph.split import Loop
 
 Drawn = tuple[Tensor, ...]  # the results of one operation, each at all steps: [τ, …]
 

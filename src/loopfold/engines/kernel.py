@@ -16,8 +16,8 @@ from loopfold.engines.base import Engine
 from loopfold.engines.programs import Program
 from loopfold.engines.selfcheck import come_many
 from loopfold.stepgraph.differentiate import Reverse
-from loopfold.stepgraph.hoist import Loop
 from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.split import Loop
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,9 @@ from loopfold.engines.selfcheck import Watch
 from loopfold.states import State, all_leaves, leaves, map_state, name_of
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, Unsound, with_numbers
-from loopfold.stepgraph.hoist import Loop, hoist
+from loopfold.stepgraph.hoist import hoist
 from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.split import Loop
 from loopfold.stepgraph.trace import retrace, trace
 from loopfold.stepgraph.verify import verify, verify_reverse
 from loopfold.surroundings import fingerprint, only_numbers_differ

@@ -11,9 +11,9 @@ gates) is kept for every step. For an Elman network nothing but h is kept; for a
 
 from dataclasses import dataclass
 
-from loopfold.stepgraph.hoist import Loop
 from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.ops import OPS, Again
+from loopfold.stepgraph.split import Loop
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,122 +15,29 @@ row stands for itself, so operations that mix the sequences of a batch are refus
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from loopfold.stepgraph.aten import MOVING, Truth, aten, no_kernel
+from loopfold.stepgraph.aten import Truth, aten, no_kernel
+from loopfold.stepgraph.dependence import closer_to_the_state, dependence, grown
 from loopfold.stepgraph.graph import (
     BATCH,
     Node,
     Refusal,
     StepGraph,
     batch_at,
-    features,
     needed_for,
     nodes_in,
     rows_first,
     sizes_of,
 )
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.moves import broadcast, size_of, sources_of
+from loopfold.stepgraph.moves import broadcast, size_of
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
 from loopfold.stepgraph.rules import OWN, RULES
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A step graph, split. `leaves[i]` is where a leaf of the new state comes from: an emitted value, or a node.
-
-    After those of the state come those of the graph's results.
-    """
-
-    graph: StepGraph
-    builder: Builder
-    constants: tuple[Recipe, ...]  # rows [k] and matrices [k, m]
-    lengths: tuple[int, ...]  # of the constants: k of each
-    inputs: tuple[Recipe, ...]  # sequences [τ·batch, k]
-    widths: tuple[int, ...]  # of the inputs
-    contexts: tuple[Recipe, ...]  # rows [batch, k], the same at every step
-    carried: tuple[int, ...]  # the leaves of the state that some later step reads
-    emitted: tuple[Value, ...]  # the values kept for every step; the first are the carried leaves after the step
-    leaves: tuple[int | Node, ...]
-    taps: dict[Node, int]  # the nodes that the emitted values stand for
-    by_sequence: tuple[Node, ...]  # the context, and what depends on nothing else that is not the same for all
-    checks: tuple[Node, ...]  # run once a call for the errors that they may raise
-
-    @cached_property
-    def draws(self) -> tuple[Node, ...]:
-        """The operations that draw random numbers: run first, for one step after the other."""
-        return tuple(node for node in self.graph.operations if node.is_draw)
-
-    @cached_property
-    def before_draws(self) -> list[Node]:
-        """What the draws read: sizes, and what depends on parameters alone."""
-        reads = [n for node in self.draws for n in node.inputs()]
-        return self._operations(needed_for(reads, {*self.graph.parameters.values(), *self.graph.numbers}))
-
-    @cached_property
-    def fixed(self) -> frozenset[int]:
-        """The inputs that are random numbers and nothing else, so that no gradient goes to them."""
-        leaves = {*self.graph.parameters.values(), *self.graph.x}
-        return frozenset(
-            i for i, recipe in enumerate(self.inputs) if not leaves & {*needed_for(recipe.nodes(), {*self.draws})}
-        )
-
-    @property
-    def next(self) -> tuple[Value, ...]:
-        """The carried leaves of the state after the step."""
-        return self.emitted[: len(self.carried)]
-
-    @cached_property
-    def before(self) -> list[Node]:
-        """The operations that run before the loop, on parameters, numbers and x."""
-        checks = [node for node in self.checks if node not in self.by_sequence]
-        roots = [*checks, *(node for recipe in (*self.constants, *self.inputs) for node in recipe.nodes())]
-        return self._operations(needed_for(roots, self._known()))
-
-    @cached_property
-    def aside(self) -> list[Node]:
-        """The operations that run once for each sequence, on the context."""
-        checks = [node for node in self.checks if node in self.by_sequence]
-        roots = [*checks, *self.repeated, *(node for recipe in self.contexts for node in recipe.nodes())]
-        return self._operations(needed_for(roots, {*self._known(), *self.graph.context, *self.before}))
-
-    @cached_property
-    def after(self) -> list[Node]:
-        """The operations that run after the loop, on what is known then: also the taps, and the state before a step."""
-        known = {*self._known(), *self.before, *self.taps, *self.by_sequence}
-        return self._operations(needed_for(self.outside, known))
-
-    @cached_property
-    def repeated(self) -> list[Node]:
-        """What is the same at every step and is read after the loop, where all steps are taken together."""
-        return [node for node in self.by_sequence if node in self._reads_after]
-
-    @cached_property
-    def outside(self) -> list[Node]:
-        """The leaves of the new state that the loop does not emit."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
-
-    @cached_property
-    def read_after(self) -> list[int]:
-        """Which of the carried leaves, as they were before a step, are read after the loop."""
-        return [k for k, i in enumerate(self.carried) if self.graph.state[i] in self._reads_after]
-
-    @cached_property
-    def _reads_after(self) -> set[Node]:
-        return {n for node in self.after for n in node.inputs()} | {*self.outside}
-
-    def _known(self) -> set[Node]:
-        return {*self.graph.parameters.values(), *self.graph.numbers, *self.graph.x, *self.draws}
-
-    def _operations(self, needed: list[Node]) -> list[Node]:
-        wanted = set(needed)
-        return [node for node in self.graph.operations if node in wanted]
+from loopfold.stepgraph.split import Loop
 
 
 def hoist(graph: StepGraph) -> Loop:
@@ -153,76 +60,8 @@ class _Hoist:
         self.contexts: list[Recipe] = []
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
-        self.depends = self._dependence()
-        self.grown = self._find_grown()
-
-    def _dependence(self) -> dict[Node, str]:
-        """Each node as `once`, `aside`, `before` or `state`: the most that anything it reads depends on."""
-        found: dict[Node, str] = dict.fromkeys((*self.graph.parameters.values(), *self.graph.numbers), "once")
-        found |= dict.fromkeys(self.graph.state, "state")
-        found |= dict.fromkeys(self.graph.x, "before")
-        found |= dict.fromkeys(self.graph.context, "aside")
-        of_the_batch = "aside" if self.graph.context else "before"
-        for node in self.graph.operations:
-            reads = {found[n] for n in node.inputs()}
-            if node.is_draw:
-                self._check_draw(node)
-                found[node] = "before"
-            elif "state" in reads or reads >= {"before", "aside"}:  # both meet within the loop, where neither is copied
-                found[node] = "state"
-            elif reads & {"before", "aside"}:
-                found[node] = "before" if "before" in reads else "aside"
-            else:
-                found[node] = of_the_batch if batch_at(node.shape) is not None else "once"
-        return found
-
-    def _find_grown(self) -> set[Node]:
-        """What depends on x alone but is much larger than what it is made from, as an outer product is.
-
-        For all τ steps at once it would be a long way through memory; the loop makes it from its parts.
-        """
-        found: set[Node] = set()
-        for node in self.graph.operations:
-            if self.depends[node] == "before" and len(features(node.shape)) > 1 and node.dtype == self.dtype:
-                sources = sources_of(node)
-                larger = size_of(node.shape) >= 2 * sum(size_of(n.shape) for n in sources)
-                if (
-                    sources
-                    and (larger or any(n in found for n in sources))
-                    and (is_pointwise(node) or node.op in MOVING or node.op == "bmm")
-                ):
-                    found.add(node)
-        return found
-
-    def _closer(self, in_loop: set[Node]) -> list[Node]:
-        """What is better computed in the loop, though no later step reads it.
-
-        That is what reads the context, which is not copied there, and what is far smaller than a matrix that it reads.
-        """
-        found = []
-        for node in self.graph.operations:
-            if self.depends[node] == "state" and node not in in_loop and node.op in RULES:
-                small = 4 * size_of(node.shape)
-                reads = [n for n in node.inputs() if self.depends[n] in ("state", "aside")]
-                large = [n for n in reads if len(features(n.shape)) > 1 and size_of(n.shape) >= small > 0]
-                if large or any(self.depends[n] == "aside" for n in reads):
-                    found.append(node)
-        return found
-
-    def _check_draw(self, node: Node) -> None:
-        """Random numbers are drawn before the loop: they read nothing of a step, and every sequence has its own."""
-        read = needed_for(node.inputs(), set())
-        if {*self.graph.state, *self.graph.x, *self.graph.context} & {*read}:
-            raise Refusal(
-                f"it draws random numbers (aten.{node.op}) whose distribution depends on the state or on x. Draw them "
-                f"as they always are, and then compare or scale: torch.rand_like(p) < p, mean + torch.randn_like(mean)."
-            )
-        if batch_at(node.shape if node.dtype is not None else node.inputs()[0].shape) is None:
-            raise Refusal(
-                f"it draws random numbers (aten.{node.op}) for a tensor that all sequences share, so that this is "
-                f"another one at every step. Draw it once for each run, outside the step, into a buffer; or draw rows "
-                f"[batch, n]."
-            )
+        self.depends = dependence(graph)
+        self.grown = grown(graph, self.depends)
 
     def split(self, closer: bool) -> Loop:
         graph = self.graph
@@ -237,7 +76,8 @@ class _Hoist:
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
         in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
         if closer and carried:
-            in_loop |= set(needed_for([node for node in self._closer(in_loop) if node in everything], set()))
+            better = set(closer_to_the_state(graph, self.depends, in_loop))
+            in_loop |= set(needed_for([node for node in graph.operations if node in better & everything], set()))
         for node in graph.operations:
             if node in in_loop and self.depends[node] == "state":
                 if node.dtype not in (self.dtype, torch.bool, None):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.graph import Unsound
-from loopfold.stepgraph.hoist import Loop
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.ops import OPS, Again, Kind
+from loopfold.stepgraph.split import Loop
 
 
 def verify(loop: Loop) -> None:

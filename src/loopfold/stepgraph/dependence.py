@@ -1,0 +1,79 @@
+"""What each operation of a step depends on, and what is better computed in the loop all the same."""
+
+from loopfold.stepgraph.aten import MOVING
+from loopfold.stepgraph.graph import Node, Refusal, StepGraph, batch_at, features, needed_for
+from loopfold.stepgraph.moves import size_of, sources_of
+from loopfold.stepgraph.rowwise import is_pointwise
+from loopfold.stepgraph.rules import RULES
+
+
+def dependence(graph: StepGraph) -> dict[Node, str]:
+    """Each node as `once`, `aside`, `before` or `state`: the most that anything it reads depends on."""
+    found: dict[Node, str] = dict.fromkeys((*graph.parameters.values(), *graph.numbers), "once")
+    found |= dict.fromkeys(graph.state, "state")
+    found |= dict.fromkeys(graph.x, "before")
+    found |= dict.fromkeys(graph.context, "aside")
+    of_the_batch = "aside" if graph.context else "before"
+    for node in graph.operations:
+        reads = {found[n] for n in node.inputs()}
+        if node.is_draw:
+            _check_draw(graph, node)
+            found[node] = "before"
+        elif "state" in reads or reads >= {"before", "aside"}:  # both meet within the loop, where neither is copied
+            found[node] = "state"
+        elif reads & {"before", "aside"}:
+            found[node] = "before" if "before" in reads else "aside"
+        else:
+            found[node] = of_the_batch if batch_at(node.shape) is not None else "once"
+    return found
+
+
+def grown(graph: StepGraph, depends: dict[Node, str]) -> set[Node]:
+    """What depends on x alone but is much larger than what it is made from, as an outer product is.
+
+    For all τ steps at once it would be a long way through memory; the loop makes it from its parts.
+    """
+    found: set[Node] = set()
+    for node in graph.operations:
+        if depends[node] == "before" and len(features(node.shape)) > 1 and node.dtype == graph.state[0].dtype:
+            sources = sources_of(node)
+            larger = size_of(node.shape) >= 2 * sum(size_of(n.shape) for n in sources)
+            if (
+                sources
+                and (larger or any(n in found for n in sources))
+                and (is_pointwise(node) or node.op in MOVING or node.op == "bmm")
+            ):
+                found.add(node)
+    return found
+
+
+def closer_to_the_state(graph: StepGraph, depends: dict[Node, str], in_loop: set[Node]) -> list[Node]:
+    """What is better computed in the loop, though no later step reads it.
+
+    That is what reads the context, which is not copied there, and what is far smaller than a matrix that it reads.
+    """
+    found = []
+    for node in graph.operations:
+        if depends[node] == "state" and node not in in_loop and node.op in RULES:
+            small = 4 * size_of(node.shape)
+            reads = [n for n in node.inputs() if depends[n] in ("state", "aside")]
+            large = [n for n in reads if len(features(n.shape)) > 1 and size_of(n.shape) >= small > 0]
+            if large or any(depends[n] == "aside" for n in reads):
+                found.append(node)
+    return found
+
+
+def _check_draw(graph: StepGraph, node: Node) -> None:
+    """Random numbers are drawn before the loop: they read nothing of a step, and every sequence has its own."""
+    read = needed_for(node.inputs(), set())
+    if {*graph.state, *graph.x, *graph.context} & {*read}:
+        raise Refusal(
+            f"it draws random numbers (aten.{node.op}) whose distribution depends on the state or on x. Draw them "
+            f"as they always are, and then compare or scale: torch.rand_like(p) < p, mean + torch.randn_like(mean)."
+        )
+    if batch_at(node.shape if node.dtype is not None else node.inputs()[0].shape) is None:
+        raise Refusal(
+            f"it draws random numbers (aten.{node.op}) for a tensor that all sequences share, so that this is "
+            f"another one at every step. Draw it once for each run, outside the step, into a buffer; or draw rows "
+            f"[batch, n]."
+        )
