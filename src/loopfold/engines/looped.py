@@ -11,18 +11,22 @@ from torch import Tensor
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import compiled_refusal, run_compiled
 from loopfold.engines.kernel import Call
+from loopfold.engines.replay import Replays
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State
 from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.moves import Positions
 from loopfold.stepgraph.ops import OPS, Kind
 
+MOST_LAUNCHES = 1 << 17  # of a CUDA graph, roughly: what is longer takes too long to capture
+
 
 @dataclass(frozen=True)
 class Looped(Engine):
     """Hoisted, with the library's products and a hand-scheduled backward pass; any device, any floating dtype.
 
-    Inside the loop is only what a step needs of the one before; parameter gradients are one product at the end.
+    Inside the loop is only what a step needs of the one before; parameter gradients are one product at the end. On a
+    CUDA GPU the loop is replayed as a CUDA graph from the second call with the same sizes on.
     Agrees with `Sequential` to rounding: sums are taken in another order.
     """
 
@@ -44,24 +48,40 @@ class _LoopedKernel(Writer):
 
 
 class _Python(Written):
-    """A function of Python, and the buffers that it is called with."""
+    """A function of Python, and the buffers that it is called with. On a GPU it becomes a CUDA graph."""
 
     def __init__(self, source: Source, table: list[Buffer], text: str, positions: list[Positions]) -> None:
         self.source, self.table, self.text = source, table, text
-        known = {f"POSITIONS{i}": torch.tensor(p) for i, p in enumerate(positions)}
-        namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **known}
+        self.positions = [torch.tensor(p) for p in positions]
+        namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         exec(compile(text, "<loopfold looped>", "exec"), namespace)
         self.function: Callable[..., tuple[list[Tensor], list[Tensor], list[Tensor]]] = namespace["run"]
+        self.replays = Replays(self._flat)
 
     def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
         like = next(iter(buffers.values()))
-        out, moved, sums = self.function(call.steps, call.batch, call.lengths, like, *[buffers[b] for b in self.table])
+        if self.positions and self.positions[0].device != like.device:
+            self.positions = [p.to(like.device) for p in self.positions]
+        lengths = [] if call.lengths is None else [call.lengths.to(like.device)]
+        given = [like, *self.positions, *lengths, *(buffers[b] for b in self.table)]
+        if like.is_cuda and call.steps * self.text.count("\n") < MOST_LAUNCHES:
+            results = self.replays.run((call.steps, call.batch), given)
+        else:
+            results = self._flat(call.steps, call.batch, *given)
+        out, moved = results[: len(self.source.out)], results[len(self.source.out) :]
         if not self.source.backwards:  # autograd gives these away, so none may share its memory with another
             taken = {t.untyped_storage().data_ptr() for t in buffers.values()}
             for i, t in enumerate(out):
                 out[i] = t.clone() if t.untyped_storage().data_ptr() in taken else t
                 taken.add(out[i].untyped_storage().data_ptr())
-        return Ran(out, [row.clone() for row in moved], sums)  # a row may be a part of a sequence
+        rows = len(self.source.moves)
+        return Ran(out, [row.clone() for row in moved[:rows]], moved[rows:])  # a row may be a part of a sequence
+
+    def _flat(self, steps: int, batch: int, like: Tensor, *given: Tensor) -> list[Tensor]:
+        """What the function returns, in one list: `out`, `moved`, `sums`."""
+        count = len(self.positions)
+        lengths, rest = (given[count], given[count + 1 :]) if self.source.masked else (None, given[count:])
+        return [t for part in self.function(steps, batch, lengths, like, given[:count], *rest) for t in part]
 
     def code(self, state: Tensor) -> str:
         return self.text
@@ -151,7 +171,7 @@ class _Function:
             start = self._buffer(Role.START, before.index) if before.op == "state" else ""
             first.append(f"{row} = {start or f'like.new_zeros(B, {after.width})'}")
         if masked:
-            first += ["mask = torch.arange(T, device=like.device)[:, None, None] < lengths.to(like.device)[:, None]"]
+            first += ["mask = torch.arange(T, device=like.device)[:, None, None] < lengths[:, None]"]
             first += ["alive, zero = mask.unbind(0), like.new_zeros(())"]
 
         now = {**names, **{v: f"{names[v]}_t" for v in by_step}}
@@ -177,10 +197,16 @@ class _Function:
         sums = [f"{self._sequence(v, whole)}.sum((0, 1))" for v in self.source.sums]
         last.append(f"return [{', '.join(out)}], [{', '.join(rows)}], [{', '.join(sums)}]")
 
-        once = [f"{name} = like.new_tensor({value!r})" for value, name in self.numbers.items()]
+        once = [f"{name} = like.new_full((), {value!r})" for value, name in self.numbers.items()]
         once += [f"constant{i}_T = constant{i}.T" for i in sorted(self.transposed)]
-        once += [f"at{i} = POSITIONS{i}.to(like.device)" for i in self.positions.values()]
-        parameters = ["T", "B", "lengths", "like", *(f"{b.role.name.lower()}{b.index}" for b in self.table)]
+        parameters = [
+            "T",
+            "B",
+            "lengths",
+            "like",
+            "positions",
+            *(f"{b.role.name.lower()}{b.index}" for b in self.table),
+        ]
         time = "range(T - 1, -1, -1)" if self.source.backwards else "range(T)"
         return [
             f"def run({', '.join(parameters)}):",
@@ -247,7 +273,7 @@ class _Function:
             row = f"torch.nn.functional.pad({row}, (0, 1))"
         positions = tuple(p if p >= 0 else width for p in v.index)
         number = self.positions.setdefault(positions, len(self.positions))
-        return f"torch.index_select({row}, -1, at{number}{into})"
+        return f"torch.index_select({row}, -1, positions[{number}]{into})"
 
     def _matrix(self, product: Value) -> str:
         i, transposed = product.index
