@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                     every table
     python benchmarks/gpu.py --only "LSTM 512"   the rows whose name begins so
     python benchmarks/gpu.py --tau 256           sequences of another length
+    python benchmarks/gpu.py --launches 1000000  so many launches beside a busy stream: all equal, bit for bit?
 
 Microseconds a step of one turn: a forward and a backward pass, with the projection of x and the gradients of x and of
 all parameters. "GPU" is the replay of a CUDA graph, without any Python; "wall" is the median of calls from Python, the
@@ -110,14 +111,42 @@ def own_cell(n: int, batch: int, tau: int) -> str:
     return f"Tide {n}, {batch}: {figures}; {wall['Sequential'] / wall['FusedGPU']:.0f} times the Python loop"
 
 
+def launches(count: int, each: int = 500) -> str:
+    """Many short runs, replayed as graphs of `each`, while another stream keeps the GPU busy."""
+    cell, x = lf.LSTM(8, 256).to("cuda", torch.bfloat16), torch.randn(4, 16, 8, device="cuda", dtype=torch.bfloat16)
+    wrong, big = torch.zeros((), dtype=torch.int64, device="cuda"), torch.randn(4096, 4096, device="cuda")
+    busy = torch.cuda.Stream()
+    with torch.no_grad():
+        expected = [lf.unfold(cell, x, engine=lf.FusedGPU()).hidden for _ in range(5)][-1]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(each):
+                wrong += (lf.unfold(cell, x, engine=lf.FusedGPU()).hidden != expected).any()
+        begin = time.perf_counter()
+        for turn in range(count // each):
+            graph.replay()
+            with torch.cuda.stream(busy):
+                big @ big
+            if turn % 20 == 0:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+    lf.unfold(cell, x, engine=lf.FusedGPU())  # raises an error where a kernel has waited in vain
+    seconds = time.perf_counter() - begin
+    return f"{count // each * each:,} launches beside a busy stream in {seconds:.0f} s: {int(wrong)} differ"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name begins so")
     parser.add_argument("--tau", type=int, default=1024, help="steps of a sequence")
+    parser.add_argument("--launches", type=int, help="how many, beside a busy stream; no tables")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU.")
     warnings.filterwarnings("ignore", message="RNN module weights")
+    if arguments.launches:
+        print(launches(arguments.launches))
+        return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, τ = {arguments.tau}")
     for dtype, sizes in (("bf16", SIZES), ("bf16", ODD_SIZES), ("fp32", SIZES[:4])):
         names = [(kind, n, batch) for kind in CELLS for n, batch in sizes]

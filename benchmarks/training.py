@@ -1,13 +1,15 @@
 """Training a character model: tokens a second and memory, beside the same model written plainly with torch.nn.
 
     python benchmarks/training.py
+    python benchmarks/training.py --device cuda
 
 One layer of 256 units, an embedding of as many, 32 streams, windows of 64, AdamW, gradients clipped. The plain model is
 `nn.Embedding`, `nn.RNN` or `nn.GRU`, `nn.Linear`, cross-entropy and autograd. Both take turns in one run, a step each;
-the medians are compared. Memory is the largest resident set of a process that trains one of them alone; beside it, how
-much that is above the process before its first step.
+the medians are compared. Memory, on a CPU, is the largest resident set of a process that trains one of them alone;
+beside it, how much that is above the process before its first step.
 """
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -40,10 +42,10 @@ class Plain(nn.Module):
         return self.readout(hidden), state
 
 
-def plain_step(cell: str) -> Callable[[], None]:
-    model = Plain(TORCH[cell])
+def plain_step(cell: str, device: str) -> Callable[[], None]:
+    model = Plain(TORCH[cell]).to(device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens = torch.randint(V, (WINDOW + 1, STREAMS))
+    tokens = torch.randint(V, (WINDOW + 1, STREAMS), device=device)
     state: object = None
 
     def step() -> None:
@@ -56,10 +58,10 @@ def plain_step(cell: str) -> Callable[[], None]:
     return step
 
 
-def our_step(cell: str) -> Callable[[], None]:
-    model = make_model(lf.Options(cell=cell, hidden_size=N), V)
+def our_step(cell: str, device: str) -> Callable[[], None]:
+    model = make_model(lf.Options(cell=cell, hidden_size=N), V).to(device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens = torch.randint(V, (WINDOW, STREAMS))
+    tokens = torch.randint(V, (WINDOW, STREAMS), device=device)
     context = model.initial_context(STREAMS)
 
     def step() -> None:
@@ -78,14 +80,17 @@ def _descend(model: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor) -
     optimiser.step()
 
 
-def compare(cell: str, turns: int = 60) -> tuple[float, float]:
+def compare(cell: str, device: str, turns: int = 60) -> tuple[float, float]:
     """Seconds a step, ours and plain."""
-    steps = [our_step(cell), plain_step(cell)]
+    steps = [our_step(cell, device), plain_step(cell, device)]
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times: list[list[float]] = [[], []]
     for turn in range(turns):
         for step, seconds in zip(steps, times, strict=True):
+            wait()
             begin = time.perf_counter()
             step()
+            wait()
             if turn >= 5:
                 seconds.append(time.perf_counter() - begin)
     ours, plain = map(statistics.median, times)
@@ -94,13 +99,15 @@ def compare(cell: str, turns: int = 60) -> tuple[float, float]:
 
 def memory(which: str, cell: str) -> tuple[float, float]:
     """The largest resident set in MB, and how much of it came with training, measured in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, which, cell], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--memory", which, cell], capture_output=True, text=True, check=True
+    )
     before, peak = map(float, done.stdout.split())
     return peak, peak - before
 
 
 def _measure_memory(which: str, cell: str) -> None:
-    step = our_step(cell) if which == "ours" else plain_step(cell)
+    step = our_step(cell, "cpu") if which == "ours" else plain_step(cell, "cpu")
     before = largest()
     for _ in range(30):
         step()
@@ -108,17 +115,24 @@ def _measure_memory(which: str, cell: str) -> None:
 
 
 def main() -> None:
-    print(f"V = {V}, n = {N}, {STREAMS} streams, windows of {WINDOW}; torch {torch.__version__}")
-    print(f"{'cell':<6} {'ours tok/s':>11} {'torch.nn':>9} {'ratio':>6}   {'ours MB':>8} {'torch.nn':>9}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory", nargs=2, metavar=("WHICH", "CELL"), help="only the memory of one of them")
+    arguments = parser.parse_args()
+    if arguments.memory:
+        _measure_memory(*arguments.memory)
+        return
+    on_cpu, tokens = arguments.device == "cpu", STREAMS * WINDOW
+    print(f"V = {V}, n = {N}, {STREAMS} streams, windows of {WINDOW}; torch {torch.__version__}, {arguments.device}")
+    print(f"{'cell':<6} {'ours tok/s':>11} {'torch.nn':>9} {'ratio':>6}" + ("   ours MB  torch.nn" if on_cpu else ""))
     for cell in TORCH:
-        ours, plain = compare(cell)
-        (our_peak, ours_more), (plain_peak, plain_more) = memory("ours", cell), memory("plain", cell)
-        tokens = STREAMS * WINDOW
-        print(
-            f"{cell:<6} {tokens / ours:>11,.0f} {tokens / plain:>9,.0f} {plain / ours:>6.2f}   "
-            f"{our_peak:>8.0f} {plain_peak:>9.0f}   (training itself {ours_more:.0f} and {plain_more:.0f})"
-        )
+        ours, plain = compare(cell, arguments.device)
+        line = f"{cell:<6} {tokens / ours:>11,.0f} {tokens / plain:>9,.0f} {plain / ours:>6.2f}"
+        if on_cpu:
+            (our_peak, ours_more), (plain_peak, plain_more) = memory("ours", cell), memory("plain", cell)
+            line += f"   {our_peak:>7.0f} {plain_peak:>9.0f}   (training itself {ours_more:.0f} and {plain_more:.0f})"
+        print(line)
 
 
 if __name__ == "__main__":
-    _measure_memory(*sys.argv[1:3]) if len(sys.argv) > 2 else main()
+    main()
