@@ -1,6 +1,8 @@
 """On a GPU: the same values as on the CPU. Skipped where there is none."""
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -254,3 +256,81 @@ def test_a_language_model_on_a_gpu_learns_what_it_learns_on_the_cpu(tmp_path: Pa
     generator = torch.Generator("cuda").manual_seed(0)
     for pick in (lf.Greedy(), lf.Sample(generator, 0.8, top_k=5, top_p=0.9), lf.Beam(3)):
         assert len(lf.generate(run.model, run.vocabulary, "the ", 20, pick)) == 20
+
+
+# ------------------------------------------------------------------ Looped as a CUDA graph
+
+
+@pytest.mark.parametrize("make", [lf.LSTM, lf.LayerNormLSTM, zoo.Slots], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("lengths", [None, [9, 1, 4]])
+def test_replayed_graphs_give_what_the_cpu_gives(
+    make: Callable[[int, int], nn.Module], lengths: list[int] | None
+) -> None:
+    """Run, captured, replayed: with other numbers, weights and lengths each time, and at last with other sizes."""
+    cell = make(4, 17).double()
+    for turn in range(6):
+        x = torch.randn(9 + turn // 4, 3, 4).double()
+        with torch.no_grad():
+            for p in cell.cpu().parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        ends = None if lengths is None else [lengths[(i + turn) % 3] for i in range(3)]
+        expected = gradients(cell, x, ends, lf.Sequential())
+        found = gradients(cell.cuda(), x.cuda(), ends, lf.Looped())
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    made = programs.program_of(lf.unfolding.checked(cell, x.cuda(), None, ends, None)).program.made
+    kernels = [kernel for kernel in made.values() if isinstance(kernel, looped._Python)]
+    assert kernels
+    assert all(graph is not None for kernel in kernels for graph in list(kernel.replays.graphs.values())[:1])
+
+
+def test_replayed_graphs_on_several_streams() -> None:
+    cell, x = lf.LSTM(8, 64).cuda().double(), torch.randn(50, 16, 8).cuda().double()
+    xs = [x * scale for scale in (1, 2, 3)]
+    alone = [lf.unfold(cell, x, engine=lf.Sequential()).hidden.detach() for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    found: list[list[Tensor]] = [[] for _ in xs]
+    for _ in range(30):
+        for stream, x, results in zip(streams, xs, found, strict=True):
+            with torch.cuda.stream(stream), torch.no_grad():
+                results.append(lf.unfold(cell, x, engine=lf.Looped()).hidden)
+    torch.cuda.synchronize()
+    for results, expected in zip(found, alone, strict=True):
+        for one in results:
+            torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-9)
+
+
+# ------------------------------------------------------------------ mixed precision, and GPUs that are shared
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_takes_the_kernel(lower: torch.dtype) -> None:
+    cell, x = lf.LSTM(8, 128).cuda(), torch.randn(40, 16, 8).cuda()
+    layer = lf.Recurrent(cell)
+    truth = layer(x).hidden.detach()
+    with torch.autocast("cuda", lower):
+        assert "FusedGPU, because its loop is one kernel" in layer.explain(x)
+        found = layer(x).hidden
+        theirs = lf.unfold(cell, x, engine=lf.Sequential()).hidden
+    assert found.dtype == theirs.dtype
+    worst = float((theirs.float() - truth).abs().max())
+    assert float((found.float() - truth).abs().max()) <= 2 * worst
+    found.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_several_processes_share_a_gpu(tmp_path: Path) -> None:
+    script = """
+import torch, loopfold as lf
+torch.manual_seed(0)
+cell, x = lf.LSTM(8, 512).cuda().bfloat16(), torch.randn(200, 16, 8).cuda().bfloat16()
+with torch.no_grad():
+    first = lf.unfold(cell, x, engine=lf.FusedGPU()).hidden
+    for _ in range(300):
+        assert torch.equal(lf.unfold(cell, x, engine=lf.FusedGPU()).hidden, first)
+print(float(first.double().sum()))
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = {process.communicate(timeout=300)[0] for process in processes}
+    assert len(outputs) == 1
+    assert "" not in outputs

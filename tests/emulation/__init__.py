@@ -6,8 +6,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import compiled_refusal, run_compiled
@@ -44,12 +45,12 @@ class EmulatedLauncher:
     def __init__(self, name: str, code: CudaCode) -> None:
         self.code, self.library = code, _library(code.text)
 
-    def launch(self, blocks: int, args: ctypes.Structure, like: Tensor) -> None:
+    def launch(self, blocks: int, args: Any, device: torch.device) -> None:
         threads = self.code.plan.geometry.threads
         stuck = self.library.run(ctypes.byref(args), blocks, threads, self.code.plan.shared_bytes)
         assert not stuck, f"{stuck} threads wait for ever"
 
-    def most_blocks(self, like: Tensor) -> int:
+    def most_blocks(self, device: torch.device) -> int:
         return 6
 
 
@@ -61,7 +62,7 @@ class Emulated(Engine):
     steps: int | None = None
 
     def refusal(self, recurrence: Recurrence) -> str | None:
-        return compiled_refusal(recurrence)
+        return compiled_refusal(recurrence, autocast=True)
 
     def run(self, recurrence: Recurrence) -> State:
         return run_compiled(self, self._writer(), recurrence)

@@ -51,6 +51,10 @@ static inline float __shfl_xor_sync(u32, float v, int mask) {
   return other;
 }
 
+static inline bool in_any_lane(bool x) { for (int m = 16; m; m >>= 1) x |= __shfl_xor_sync(0, x, m) != 0; return x; }
+static inline u32 cycles() { return 0; }
+static inline void wait_until(u32, u32) { give_way(); }
+
 // ---- memory; an address that is not aligned is an error here too
 static inline const void* aligned(const void* p, int size) {
   if ((size_t)p % size) { fprintf(stderr, "emulation: an address is not aligned to %d\n", size); abort(); }
@@ -83,6 +87,7 @@ static inline float half_as_float(u32 h) { return __uint_as_float(h << 16); }
 static inline u32 half_of(float a) { const u32 x = __float_as_uint(a); return a != a ? 0x7fff : (x + 0x7fff + ((x >> 16) & 1)) >> 16; }
 #endif
 static inline u32 both_halves(float a, float b) { return half_of(a) | half_of(b) << 16; }
+static inline u32 tf32(u32 x) { return (x & 0x7f800000) == 0x7f800000 ? x : (x + 0x1000) & 0xffffe000; }
 static inline void multiply_add(float* c, const u32* a, u32 b0, u32 b1) {
   Warp& w = warp_of();
   const int lane = now->thread.x & 31, g = lane >> 2, t = lane & 3;

@@ -44,14 +44,11 @@ class Auto(Engine):
         short = _short.setdefault(recurrence.f, set()) if isinstance(recurrence.f, nn.Module) else set()
         if key in short:
             return Sequential(), SHORT
+        if parts[0].device.type != "cpu":
+            return self._on_a_gpu(recurrence)
         other = Looped().refusal(recurrence)
         if other is not None:
             return Sequential(), f"it cannot be compiled: {other}"
-        if parts[0].device.type != "cpu":
-            if recurrence.steps < FEW or restless(recurrence):
-                return Looped(), "so few steps, or a step that changes at every call, are not worth a kernel."
-            reason = FusedGPU().refusal(recurrence)
-            return (FusedGPU(), "its loop is one kernel.") if reason is None else (Looped(), _cannot(FusedGPU, reason))
         reason = FusedCPU().refusal(recurrence)
         gains = _Gains.of(program_of(recurrence).program, recurrence)
         if reason is None and gains.of_native_code > 0:
@@ -62,6 +59,16 @@ class Auto(Engine):
         if len(short) < MOST_SHORT:
             short.add(key)
         return Sequential(), SHORT
+
+    def _on_a_gpu(self, recurrence: Recurrence) -> tuple[Engine, str]:
+        if recurrence.steps < FEW or restless(recurrence):
+            why = "so few steps, or a step that changes at every call, are not worth a kernel."
+        elif (reason := FusedGPU().refusal(recurrence)) is None:
+            return FusedGPU(), "its loop is one kernel."
+        else:
+            why = _cannot(FusedGPU, reason)
+        other = Looped().refusal(recurrence)
+        return (Looped(), why) if other is None else (Sequential(), f"it cannot be compiled: {other}")
 
 
 def _cannot(engine: type[Engine], reason: str) -> str:

@@ -42,13 +42,12 @@ def write_cuda(
     source: Source, builder: Builder, dtype: torch.dtype, geometry: Geometry, exact: bool, whole: bool
 ) -> CudaCode:
     """Write the kernel. `exact`: float32 products by three of TF32 each; `whole`: every group has all its sequences."""
-    return _Kernel(Plan(source, builder, dtype.itemsize, geometry), dtype, exact, whole).code()
+    return _Kernel(Plan(source, builder, dtype.itemsize, geometry, exact), dtype, whole).code()
 
 
 class _Kernel(Products):
-    def __init__(self, plan: Plan, dtype: torch.dtype, exact: bool, whole: bool) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype, whole: bool) -> None:
         super().__init__(plan, dtype, whole)
-        self.exact = exact
         for stage in range(plan.stages):
             self._stage(stage)
         self.update_moving()
@@ -189,7 +188,7 @@ class _Kernel(Products):
             f"const int rows = A.batch - row0 < {geometry.rows} ? A.batch - row0 : {geometry.rows};",
             f"const u32 base = address(shared), sums = base + {plan.sums_at};",
             f"const u32 partial = base + {plan.partial_at}, reduced = base + {plan.reduced_at};",
-            "bool lost = false; int turn = 0;",
+            "bool lost = false; int turn = 0; u32 since = cycles();",
             *(f"char* const {b.role.name.lower()}_{b.index} = A.p[{i}];" for i, b in enumerate(self.table)),
             *(line for declared in self.owned.values() for line in declared),
             *self.once,

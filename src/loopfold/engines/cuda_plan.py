@@ -74,6 +74,7 @@ class Product:
     chunks: int = 0  # along k
     chunks_of_warp: int = 1
     in_registers: int = 0  # chunks of a warp whose weights are in registers
+    split: bool = False  # whether these are kept as the two parts that exact products of float32 need
     sums_at: int = 0  # floats from the start of the partial sums of its stage
     weights_at: int = 0  # bytes from the start of shared memory
 
@@ -86,8 +87,9 @@ class Product:
 class Plan:
     """When each value of a step is computed, and what is exchanged."""
 
-    def __init__(self, source: Source, builder: Builder, bytes_each: int, geometry: Geometry) -> None:
+    def __init__(self, source: Source, builder: Builder, bytes_each: int, geometry: Geometry, exact: bool) -> None:
         self.builder, self.geometry = builder, geometry
+        self.exact = exact and bytes_each == 4  # products of float32 by three of TF32 each
         self.alone = geometry.blocks == 1  # a block that exchanges nothing with others
         self.per_load, self.per_chunk = LOAD // bytes_each, CHUNK // bytes_each
         self.source = source = without_thin_products(source, builder)
@@ -286,6 +288,8 @@ class Plan:
             product.tiles_of_warp = -(-product.tiles // (warps // product.warps_k))
             product.chunks_of_warp = -(-product.chunks // product.warps_k)
             each = 8 * product.tiles_of_warp
+            product.split = self.exact and 2 * each * product.chunks_of_warp <= budget
+            each *= 1 + product.split
             product.in_registers = min(product.chunks_of_warp, budget // each)
             budget -= product.in_registers * each
             product.weights_at = shared

@@ -5,6 +5,7 @@ from loopfold.engines.cuda_values import Values
 from loopfold.engines.writing import Role
 
 LOADS = 8  # of 16 bytes, that a thread has under way
+MANY_BLOCKS = 16  # whose looking at an exchange slows its writers down
 
 
 class Products(Values):
@@ -14,8 +15,6 @@ class Products(Values):
     which order the sum over k is taken does not matter, so what a lane loads at once is what it multiplies at once.
     """
 
-    exact = True  # float32 by three products of TF32
-
     def product(self, product: Product) -> None:
         """Load rows, wait for what is missing, multiply; then leave the warp's sums in shared memory."""
         j, x, body = product.index, product.exchange, self.body
@@ -23,12 +22,16 @@ class Products(Values):
         self._weights(product)
         first = product.start // self.plan.per_chunk
         body.append(f"{{ // product {j}: {product.value.args[0].width} × {product.features}")
+        if self.waits:
+            self.once.append(f"u32 delay{j} = 0;")
+            body.append(f"wait_until(since, delay{j} / 16);")
         body.append(f"const int chunk0 = wk{j} * {product.chunks_of_warp};")
         kind = "const u32" if self.alone else "const char*"
         body.append(f"{kind} from = {self.slot(x, 'it')} + (chunk0 + {first}) * {self.plan.chunk_bytes};")
         for begin in range(0, self.geometry.rows // TILE, 2):
             tiles = range(begin, min(self.geometry.rows // TILE, begin + 2))
             several = 2 if product.tiles_of_warp * len(tiles) < 4 else 1  # sums that need not wait for each other
+            several *= 3 if self.plan.exact and several > 1 else 1
             body.append(f"{{ float c[{several}][{product.tiles_of_warp}][{len(tiles)}][4] = {{}};")
             count = max(1, LOADS // len(tiles))
             batches = [
@@ -38,7 +41,7 @@ class Products(Values):
             for batch, following in zip(batches, [*batches[1:], range(0)], strict=True):
                 self._load(product, following, tiles)
                 if not self.alone:
-                    self._wait(product, batch, tiles)
+                    self._wait(product, batch, tiles, learns=batch.start == begin == 0)
                 for i in batch:
                     self._multiply(product, i, len(tiles), several)
             self._leave_sums(product, tiles, several)
@@ -61,29 +64,59 @@ class Products(Values):
                 nothing = f"!({' && '.join(there)}) ? make_uint4(0, 0, 0, 0) : " if there else ""  # nobody writes it
                 self.body.append(f"uint4 b{i}_{k} = {nothing}{self._source(product, i, tile)};")
 
-    def _wait(self, product: Product, batch: range, tiles: range) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether a warp waits before it looks for words that other blocks write."""
+        return self.geometry.blocks >= MANY_BLOCKS
+
+    def _wait(self, product: Product, batch: range, tiles: range, learns: bool) -> None:
         loads = [(f"b{i}_{k}", self._source(product, i, tile)) for i in batch for k, tile in enumerate(tiles)]
         waits = " | ".join(f"missing({b})" for b, _ in loads)
         self.body.append(f"{{ u32 looks = 0; while (({waits}) && WAIT(looks)) {{ YIELD")
         self.body += [f"  if (missing({b})) {b} = {again};" for b, again in loads]
-        self.body.append("} } __syncwarp();")
+        self.body.append("}")
+        if learns and self.waits:
+            self.body.append(f"delay{product.index} = learnt(delay{product.index}, in_any_lane(looks));")
+        self.body.append("} __syncwarp();")
 
     def _multiply(self, product: Product, i: int, tiles: int, several: int) -> None:
-        j, kept = product.index, product.in_registers
-        multiply = "multiply_add_exact" if self.format == 0 and self.exact else "multiply_add"
+        j, kept, body = product.index, product.in_registers, self.body
         for half, words in enumerate((("x", "y"), ("z", "w"))):
+            rows = [[f"b{i}_{k}.{word}" for word in words] for k in range(tiles)]
+            if self.rounds:
+                rows = [[f"tf32({word})" for word in pair] for pair in rows]
+            body.append("{")
+            if self.plan.exact:
+                body += [f"  const u32 high{k}[2] = {{high({x}), high({y})}};" for k, (x, y) in enumerate(rows)]
+                body += [f"  const u32 low{k}[2] = {{low({x}), low({y})}};" for k, (x, y) in enumerate(rows)]
             for m in range(product.tiles_of_warp):
                 weights = f"w{j}[{(m * kept + i) * 2 + half}]"
+                body.append("  {")
                 if i >= kept:
                     at = self._in_shared(product, str(m), str(i), str(half))
-                    self.body.append(
-                        f"{{ const uint4 q = shared16(base + {at}); const u32 w[4] = {{q.x, q.y, q.z, q.w}};"
-                    )
+                    body.append(f"  const uint4 q = shared16(base + {at}); const u32 w[4] = {{q.x, q.y, q.z, q.w}};")
                     weights = "w"
-                for k in range(tiles):
-                    c = f"c[{half % several}][{m}][{k}]"
-                    self.body.append(f"{multiply}({c}, {weights}, b{i}_{k}.{words[0]}, b{i}_{k}.{words[1]});")
-                self.body += ["}"] if i >= kept else []
+                if self.plan.exact:
+                    rest = f"low_{weights}"
+                    if not product.split:
+                        parts = [", ".join(f"{part}({weights}[{n}])" for n in range(4)) for part in ("high", "low")]
+                        body.append(f"  const u32 h[4] = {{{parts[0]}}}, l[4] = {{{parts[1]}}};")
+                        weights, rest = "h", "l"
+                for k, (x, y) in enumerate(rows):
+                    factors = [(weights, x, y)]
+                    if self.plan.exact:
+                        high, low = (f"high{k}[0]", f"high{k}[1]"), (f"low{k}[0]", f"low{k}[1]")
+                        factors = [(rest, *high), (weights, *low), (weights, *high)]
+                    for n, (w, x, y) in enumerate(factors):
+                        c = f"c[{(half * len(factors) + n) % several}][{m}][{k}]"
+                        body.append(f"  multiply_add({c}, {w}, {x}, {y});")
+                body.append("  }")
+            body.append("}")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether numbers of float32 are rounded to TF32; the tensor cores alone would cut them off."""
+        return self.format == 0 and not self.plan.exact
 
     def _in_shared(self, product: Product, m: str, i: str, half: str) -> str:
         """Where weights lie that do not fit the registers: bytes from the start of shared memory."""
@@ -117,6 +150,8 @@ class Products(Values):
                     more = f"shared8({at} + {k * self.geometry.rows * product.stride * 4})"
                     self.body.append(f"{{ const float2 q = {more}; {total}.x += q.x; {total}.y += q.y; }}")
                 self.is_now(part, n, (f"{total}.x", f"{total}.y"))
+        if self.waits:
+            self.body.append("since = cycles();")
 
     def _index_functions(self, product: Product) -> None:
         """The column of the matrix that is feature f of this block; its row that is place k of chunk c; -1: none."""
@@ -155,12 +190,16 @@ class Products(Values):
         one = f"weight_{j}(A, {matrix}, chunk, k + (part >> 1) * {words}, part & 1 ? f1 : f0)"
         if self.bytes == 2:
             one += f" | weight_{j}(A, {matrix}, chunk, k + (part >> 1) * {words} + 1, part & 1 ? f1 : f0) << 16"
-        to_registers = f"for (int part = 0; part < 4; ++part) w{j}[(m * {kept} + i) * 2 + s][part] = q[part];"
+        if self.rounds:
+            one = f"tf32({one})"
+        at = f"[(m * {kept} + i) * 2 + s][part]"
+        put = f"w{j}{at} = high(q[part]), low_w{j}{at} = low(q[part]);" if product.split else f"w{j}{at} = q[part];"
+        to_registers = f"for (int part = 0; part < 4; ++part) {put}"
         to_shared = (
             f"*(uint4*)(shared + {self._in_shared(product, 'm', 'i', 's')}) = make_uint4(q[0], q[1], q[2], q[3]);"
         )
         self.once += [
-            f"u32 w{j}[{max(1, tiles * kept * 2)}][4];",
+            *(f"u32 {low}w{j}[{max(1, tiles * kept * 2)}][4];" for low in (["", "low_"] if product.split else [""])),
             f"const int wm{j} = warp / {product.warps_k}, wk{j} = warp % {product.warps_k};",
         ]
         for begin, end, unroll, keep in ((0, kept, "#pragma unroll", to_registers), (kept, kept + rest, "", to_shared)):

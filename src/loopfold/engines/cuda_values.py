@@ -12,7 +12,7 @@ from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, Kind
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in prelude.cuh
-_FAST = {"tanh": "tanh_fast({0})", "sigmoid": "sigmoid_fast({0})"}  # for the 16-bit formats
+_OWN = {"tanh": "tanh_fast({0})", "sigmoid": "sigmoid_fast({0})"}  # functions of prelude.cuh in place of CUDA's
 
 
 class Own(NamedTuple):
@@ -135,7 +135,7 @@ class Values:
             return name, name
         assert v.is_pointwise, v.op
         args = [self.value(a, n) for a in v.args]
-        c = _FAST.get(v.op, OPS[v.op].c) if self.format else OPS[v.op].c
+        c = _OWN.get(v.op, OPS[v.op].c)
         index = literal(v.index) if isinstance(v.index, float) else ""
         names = []
         for side in range(1 if v.width == 1 else 2):
@@ -200,7 +200,7 @@ class Values:
             a, b = f"load_one({source})", f"load_one({source} + {self.bytes})"
         else:
             carry = f"((float*){self.buffer(Role.CARRY, row.index)})"
-            a, b = f"{carry}[{at}]", f"{carry}[{at} + 1]"
+            a, b = (f"({carry} ? {carry}[{at}{next_}] : 0.f)" for next_ in ("", " + 1"))  # no carry yet: zeros
         return a, f"(two_{n} ? {b} : 0.f)" if row.width > 1 else "0.f"
 
     def update_moving(self) -> None:

@@ -4,11 +4,11 @@ import ctypes
 import functools
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from loopfold.engines import cache
 from loopfold.engines.cuda import CudaCode
@@ -98,8 +98,8 @@ def problem(device: torch.device) -> str | None:
     if nvrtc() is None:
         return "NVRTC, which comes with torch's CUDA builds, was not found."
     try:
-        with torch.cuda.device(device):
-            _enter(torch.cuda.current_device())
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with _on(index):
             module = ctypes.c_void_p()
             image = _nvrtc('extern "C" __global__ void kernel() {}', "", _architecture(device))
             _check(_cuda().cuModuleLoadData(ctypes.byref(module), image), "a kernel was not loaded")
@@ -119,23 +119,21 @@ class CudaLauncher:
         self.name, self.code = name, code
         self.functions: dict[int, tuple[Any, int]] = {}
 
-    def launch(self, blocks: int, args: ctypes.Structure, like: Tensor) -> None:
+    def launch(self, blocks: int, args: Any, device: torch.device) -> None:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(like.device).cuda_stream)
         threads, shared = self.code.plan.geometry.threads, self.code.plan.shared_bytes
-        with torch.cuda.device(like.device):
-            _enter(like.device.index)
-            function, _ = self._function(like.device.index)
+        with _on(device.index):
+            function, _ = self._function(device.index)
+            stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
             status = _cuda().cuLaunchCooperativeKernel(
                 function, blocks, 1, 1, threads, 1, 1, shared, stream, parameters
             )
         _check(status, f"{self.name} was not launched")
 
-    def most_blocks(self, like: Tensor) -> int:
+    def most_blocks(self, device: torch.device) -> int:
         """How many blocks can run at the same time."""
-        with torch.cuda.device(like.device):
-            _enter(like.device.index)
-            return self._function(like.device.index)[1]
+        with _on(device.index):
+            return self._function(device.index)[1]
 
     def _function(self, device: int) -> tuple[Any, int]:
         if device not in self.functions:
@@ -164,9 +162,10 @@ def _context(device: int) -> int:
     return context.value
 
 
-def _enter(device: int) -> None:
-    """Give this thread torch's context of the current device, where it has none yet; threads of autograd may not."""
+def _on(device: int) -> AbstractContextManager[Any]:
+    """`with _on(device):` it is the current one, and the thread has its context, which those of autograd may lack."""
     current = ctypes.c_void_p()
     _cuda().cuCtxGetCurrent(ctypes.byref(current))
     if not current.value:
         _check(_cuda().cuCtxSetCurrent(ctypes.c_void_p(_context(device))), "the context was not set")
+    return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)

@@ -24,7 +24,7 @@ from loopfold.stepgraph.split import Loop
 class Gradients:
     """What a backward kernel returns; sequences are `[τ, batch, k]`."""
 
-    state: list[Tensor]  # ∇ of each carried leaf of state(0), then of each context that has one
+    state: list[Tensor]  # ∇ of each carried leaf of state(0), then of each context that has one; of any dtype
     stored: list[Tensor]  # the sequences of `reverse.stored()`
     rows: list[Tensor]  # ∇ of each constant in `reverse.rows`
 
@@ -184,11 +184,14 @@ def _collect(
         add(i, g.sum_to_size(constants[i].shape))
     by_input = [None if g is None else stored[g] for g in reverse.inputs]
     carried = len(loop.carried)
-    by_state = [g if reached else None for g, reached in zip(found.state[:carried], reverse.reached, strict=True)]
-    by_context: list[Tensor | None] = [None] * len(loop.contexts)
-    for (i, _), g in zip(reverse.contexts, found.state[carried:], strict=True):
-        by_context[i] = g
-    return [*by_constant, *by_input, *by_state, *by_context]
+    by_state: list[Tensor | None] = [None] * len(saved.state)  # the carried leaves of the state, then the contexts
+    wanted = needs[len(constants) + len(by_input) :]
+    places = [k if reached else None for k, reached in enumerate(reverse.reached)]
+    places += [carried + i for i, _ in reverse.contexts]
+    for k, g in zip(places, found.state, strict=True):
+        if k is not None and wanted[k]:
+            by_state[k] = g.to(saved.state[k].dtype)
+    return [*by_constant, *by_input, *by_state]
 
 
 def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) -> list[Tensor]:

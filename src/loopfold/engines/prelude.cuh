@@ -40,6 +40,10 @@ DEV u32 given4(const void* p) { u32 v; asm volatile("ld.global.nc.L1::no_allocat
 DEV uint2 given8(const void* p) { uint2 v; asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p)); return v; }
 DEV u16 given2(const void* p) { u16 v; asm volatile("ld.global.nc.u16 %0,[%1];" : "=h"(v) : "l"(p)); return v; }
 
+DEV u32 cycles() { return clock(); }
+DEV void wait_until(u32 since, u32 delay) { while (cycles() - since < delay) ; }
+DEV bool in_any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
 DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 DEV float tanh_approximate(float x) { float y; asm("tanh.approx.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 DEV float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
@@ -56,6 +60,7 @@ DEV void multiply_add(float* c, const u32* a, u32 b0, u32 b1) {
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+DEV u32 tf32(u32 x) { u32 r; asm("cvt.rna.tf32.f32 %0,%1;" : "=r"(r) : "f"(__uint_as_float(x))); return r; }
 DEV u32 both_halves(float a, float b) {
   u32 r;
 #if FORMAT == 1
@@ -82,6 +87,14 @@ DEV float half_as_float(u32 h) {
 #define PATIENCE (1u << 23)  // looks at a word that does not come: some seconds
 // whether to look again. Having given up once, a thread waits no more, and the host is told
 #define WAIT(looks) (!lost && (++looks < PATIENCE || (lost = true, *A.error = 1, false)))
+// Who looks too early looks twice, and looking slows the writers down. So every warp learns when words come: the delay
+// before its first look, in sixteenths of a cycle, grows after a look in vain and shrinks slowly after any other
+#define LATER 256u
+#define EARLIER 16u
+#define LATEST 65536u
+DEV u32 learnt(u32 delay, bool in_vain) {
+  return in_vain ? delay + (delay < LATEST ? LATER : 0u) : delay - (delay > EARLIER ? EARLIER : delay);
+}
 DEV bool missing(const uint4& v) {
   const u32 a = v.x > v.y ? v.x : v.y, b = v.z > v.w ? v.z : v.w;
   return (a > b ? a : b) == MISSING;
@@ -103,17 +116,11 @@ DEV void store_one(char* p, float a) { *(float*)p = a; }
 DEV void publish(char* p, float a, float b) { exchange8(p, word(a), word(b)); }
 DEV void publish(u32 p, float a, float b) { to_shared8(p, __float_as_uint(a), __float_as_uint(b)); }
 DEV float number(u32 w, u32) { return __uint_as_float(w); }
-// three products of TF32: what one leaves of 24 bits, the others add
+// the two parts of a number that TF32 can hold: an exact product is three, without that of both low parts
 DEV u32 high(u32 x) { return x & 0xffffe000u; }
 DEV u32 low(u32 x) {
   const float rest = __uint_as_float(x) - __uint_as_float(high(x));
   return rest != rest ? 0u : __float_as_uint(rest);  // of an infinity nothing is left
-}
-DEV void multiply_add_exact(float* c, const u32* a, u32 b0, u32 b1) {
-  const u32 h[4] = {high(a[0]), high(a[1]), high(a[2]), high(a[3])}, l[4] = {low(a[0]), low(a[1]), low(a[2]), low(a[3])};
-  multiply_add(c, l, high(b0), high(b1));
-  multiply_add(c, h, low(b0), low(b1));
-  multiply_add(c, h, high(b0), high(b1));
 }
 #else
 #define BYTES 2
@@ -136,13 +143,24 @@ template <int CHUNKS, int SIZE, int OWN> DEV u32 place(int row, int chunk, int k
   return ((row >> 3) * CHUNKS + chunk + k / PER_CHUNK) * SIZE + ((k % PER_CHUNK / OWN) * 8 + (row & 7)) * OWN * BYTES + k % OWN * BYTES;
 }
 
-// ---- functions for the 16-bit formats; theirs are 8 or 11 bits
+// ---- functions that recurrences are full of: to the bits that their format has, without branches or divisions
 
-#if FORMAT == 1
+#if FORMAT == 0
+DEV float tanh_fast(float x) {
+  const float s = x * x, far = 1.f - 2.f * reciprocal_fast(exp2_fast(2.885390082f * fabsf(x)) + 1.f);
+  float near = -5.8951364e-3f;  // (tanh x - x) / x³ as a polynomial of x², below 0.6
+  near = near * s + 2.0795953e-2f, near = near * s - 5.3783823e-2f;
+  near = near * s + 1.3331924e-1f, near = near * s - 3.3333299e-1f;
+  return fabsf(x) < 0.6f ? near * s * x + x : copysignf(far, x);
+}
+DEV float sigmoid_fast(float x) { return reciprocal_fast(1.f + expf(-x)); }
+#elif FORMAT == 1
 DEV float tanh_fast(float x) { return tanh_approximate(x); }  // to 11 bits
 #else
 DEV float tanh_fast(float x) {
   return copysignf(1.f - 2.f * reciprocal_fast(exp2_fast(2.885390082f * fabsf(x)) + 1.f), x);
 }
 #endif
+#if FORMAT
 DEV float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(-1.442695041f * x)); }
+#endif

@@ -200,7 +200,15 @@ def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]
     """How far each may be off: a share of its largest value, or of a thousandth of the largest of all."""
     largest = [_largest(t) for t in theirs]
     least = 1e-3 * torch.stack([*largest, *(_largest(t) for t in inputs if t.is_floating_point())]).amax()
-    return [TOLERANCE.get(b.dtype, 0.0) * size.maximum(least) for b, size in zip(theirs, largest, strict=True)]
+    tolerances = [TOLERANCE.get(_rounded_to(b), 0.0) for b in theirs]
+    return [tolerance * size.maximum(least) for tolerance, size in zip(tolerances, largest, strict=True)]
+
+
+def _rounded_to(tensor: Tensor) -> torch.dtype:
+    """The dtype that bounds how right a tensor is: its own, or that of torch.autocast."""
+    device = tensor.device.type
+    under = tensor.is_floating_point() and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if under else tensor.dtype
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -217,10 +225,11 @@ def _within(ours: Sequence[Tensor], theirs: Sequence[Tensor], margins: Sequence[
 def _nearby(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    roundings = 4 if tensor.dtype in (torch.float16, torch.bfloat16) else 64
+    dtype = _rounded_to(tensor)
+    roundings = 4 if dtype in (torch.float16, torch.bfloat16) else 64
     noise = torch.tensor([_draw.uniform(-1, 1) for _ in range(97)], dtype=tensor.dtype, device=tensor.device)
     noise = noise.repeat(-(-tensor.numel() // 97))[: tensor.numel()].view(tensor.shape)
-    return tensor * (1 + roundings * torch.finfo(tensor.dtype).eps * noise)
+    return tensor * (1 + roundings * torch.finfo(dtype).eps * noise)
 
 
 # ------------------------------------------------------------------ two steps backwards
@@ -322,12 +331,14 @@ class _Guarded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guard: Guard, flow: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.guard, ctx.flow, ctx.roots = guard, flow, len(tensors) - len(flow)
+        ctx.lower = guard.recurrence.lower
         ctx.set_materialize_grads(False)
         return tuple(t.clone() for t in tensors[: len(flow)])  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        with torch.autocast(leaves(ctx.guard.states)[0].device.type, enabled=False):  # forwards there was none
+        device = leaves(ctx.guard.states)[0].device.type
+        with torch.autocast(device, ctx.lower, enabled=ctx.lower is not None):  # as it was forwards
             return _Guarded._back(ctx, incoming)
 
     @staticmethod

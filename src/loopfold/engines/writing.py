@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +65,11 @@ class Role(Enum):
     SCRATCH = "rows of the step itself, from element {i} on"
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Memory that a kernel reads or writes."""
 
     role: Role
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's own `index` is not asked for
     transposed: bool = False
 
     def __str__(self) -> str:
@@ -79,7 +78,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """What a kernel gives back."""
+    """What a kernel gives back; rows and sums may be of a wider dtype."""
 
     out: list[Tensor]  # [τ, batch, width] each
     moved: list[Tensor]  # the rows of `Source.moves` after the last step; only asked for on the way back
@@ -133,9 +132,9 @@ class Writer(Kernel):
         program, state = program_of(recurrence).program, leaves(recurrence.state)[0]
         if not program.loop.emitted:
             return []
-        call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
-        there = self._forwards(program, call, state.dtype)
-        return [there, self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))]
+        call, dtype = Call(recurrence.steps, state.shape[0], recurrence.lengths, True), recurrence.lower or state.dtype
+        there = self._forwards(program, call, dtype)
+        return [there, self._backwards(program, call, dtype, (True,) * len(program.loop.emitted))]
 
     def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
         def source() -> Source:
