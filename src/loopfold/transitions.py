@@ -109,11 +109,12 @@ class Embedded(Transition):
 
 def initial_state(f: Step, batch: int, x: State | None = None, context: State | None = None) -> State:
     """What `f` says of its own, or zeros of the size that it maps onto itself; `x [batch, …]` helps to find that."""
-    own = _own_start(f)
+    own = own_start(f)
     return zero_state(f, batch, x, context) if own is None else own(batch)
 
 
-def _own_start(f: Step) -> Callable[[int], State] | None:
+def own_start(f: Step) -> Callable[[int], State] | None:
+    """What `f` says of its own on the state that it starts from, if anything."""
     is_zeros = isinstance(f, Transition) and type(f).initial_state is Transition.initial_state
     return None if is_zeros else getattr(f, "initial_state", None)  # any module may bring its own, not Transition alone
 
@@ -145,7 +146,7 @@ def example_inputs(f: Step) -> list[Tensor | None]:
     [(1, 3)]
     """
     if isinstance(f, nn.Module):
-        found, _ = trials(f, start=_own_start(f))
+        found, _ = trials(f, start=own_start(f))
     else:  # a function takes any size, so one number
         found = trials(f, torch.zeros(1, 1), one_number)[0] or trials(f, start=one_number)[0]
     inputs = {id(trial.x): trial.x for trial in found}

@@ -24,8 +24,9 @@ from loopfold.states import (
     name_of,
     parted,
     rebuild,
+    zero_state,
 )
-from loopfold.transitions import Transition, initial_state
+from loopfold.transitions import Transition, own_start
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def checked(
         _check_context(context, first, state)
     if state is None:
         assert first is not None
-        state = initial_state(f, first.shape[1], map_state(lambda leaf: leaf[0], x), context)
+        own, batch = own_start(f), first.shape[1]
+        state = own(batch) if own else zero_state(f, batch, map_state(lambda leaf: leaf[0], x), context)
     else:
         state = _check_state(f, first, state)
     checked_lengths = None if lengths is None else check_lengths(lengths, tau, _batch(first, state))

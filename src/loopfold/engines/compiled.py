@@ -196,14 +196,15 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     constants = [_as_row(recipe.make(values), start[0]) for recipe in loop.constants]
     if any(len(constant) != k for constant, k in zip(constants, loop.lengths, strict=True)):
         raise Unsound("a row or matrix of what is computed once has another size than the loop reads.")
-    inputs = [r.make(values).expand(many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
+    inputs = [_sized(r.make(values), many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
     if which is not None:
         inputs = [F.embedding(which, table) for table in inputs]
     inputs = [sequence.reshape(tau, batch, -1) for sequence in inputs]
     values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
     for node in loop.aside:
         values[node] = apply(node, values, batch)
-    state = [start[i].reshape(batch, -1) for i in loop.carried] + [recipe.make(values) for recipe in loop.contexts]
+    state = [leaf if leaf.dim() == 2 else leaf.reshape(batch, -1) for leaf in (start[i] for i in loop.carried)]
+    state += [recipe.make(values) for recipe in loop.contexts]
 
     record = torch.is_grad_enabled() and any(t.requires_grad for t in (*constants, *inputs, *state))
     call = Call(tau, batch, recurrence.lengths, record)
@@ -234,7 +235,8 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
             results.append(whole if own else whole.clone())  # x itself is not ours to give away
         else:  # two leaves that are one value have memory of their own
             sequence = emitted[leaf] if loop.leaves.index(leaf) == len(results) else emitted[leaf].clone()
-            results.append(sequence.view(tau, batch, *returned[len(results)].shape[1:]))
+            shape = (tau, batch, *returned[len(results)].shape[1:])
+            results.append(sequence if sequence.shape == shape else sequence.view(shape))
     cut = len(graph.outputs)
     results = [*results[cut:], *results[:cut]]
     if dtypes is not None:
@@ -263,6 +265,10 @@ def _given(recurrence: Recurrence, found: Found) -> dict[Node, Any]:
 
 def _drawn(recurrence: Recurrence, found: Found) -> Draws:
     return draw(found.program.loop, _given(recurrence, found), recurrence.steps, leaves(recurrence.state)[0])
+
+
+def _sized(rows: Tensor, many: int, width: int) -> Tensor:
+    return rows if rows.shape == (many, width) else rows.expand(many, width)
 
 
 def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:

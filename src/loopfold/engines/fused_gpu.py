@@ -186,8 +186,7 @@ class _Kernel:
         self.given = [(i, b) for role, found in by_role.items() if role not in own for i, b in found]
         self.given += [(i, b) for i, b in constants if b.index not in in_place]
         self.strides = [(Buffer(Role.CONSTANT, b.index), b.transposed) for b in code.matrices]
-        widths = [after.width for before, after in code.plan.source.moves if before.op == "carry"]
-        self.widths, self.ends = widths, [sum(widths[: k + 1]) for k in range(len(widths))]
+        self.widths = [after.width for before, after in code.plan.source.moves if before.op == "carry"]
         self.sizes = functools.lru_cache(64)(self._sizes)
 
     def _sizes(self, steps: int, batch: int, device: torch.device) -> "_Sizes":
@@ -234,31 +233,22 @@ class _Kernel:
         strides = [s[::-1] if turned else s for s, (_, turned) in zip(strides, self.strides, strict=True)] or [(0, 0)]
         rest = (*(s[0] for s in strides), *(s[1] for s in strides), 0 if lengths is None else lengths.data_ptr())
         error, args = _error(device), ctypes.create_string_buffer(self.Args.size)
-        rows: Tensor | None = None
+        rows: list[Tensor] = []
         for first, last, words in sizes.launches:
             exchange, at = torch.full((sum(words),), -1, dtype=torch.int32, device=device), 0
             for (i, _), count in zip(self.exchanged, words, strict=True):
                 pointers[i] = exchange.data_ptr() + 4 * at
                 at += count
             for i, b in self.carries:  # before the first step there is none: they are zero
-                pointers[i] = 0 if rows is None else self._carry(rows, b.index, batch)
-            if self.widths:  # not in place: blocks start and end at their own times
-                held.append(rows := like.new_empty(self.ends[-1] * batch, dtype=torch.float32))
-                for i, b in self.carried:
-                    pointers[i] = self._carry(rows, b.index, batch)
+                pointers[i] = rows[b.index].data_ptr() if rows else 0
+            held += rows
+            rows = [like.new_empty(batch, w, dtype=torch.float32) for w in self.widths]  # blocks end at their own times
+            for i, b in self.carried:
+                pointers[i] = rows[b.index].data_ptr()
             for group, blocks in sizes.parts:
                 self.Args.pack_into(args, 0, *pointers, *rest, error, first, last, batch, sizes.groups, group)
                 self.launcher.launch(blocks, args, device)
-        if rows is None:
-            return []
-        return [
-            rows[(end - width) * batch : end * batch].view(batch, width)
-            for end, width in zip(self.ends, self.widths, strict=True)
-        ]
-
-    def _carry(self, rows: Tensor, k: int, batch: int) -> int:
-        """The address of one of the rows that move on the way back."""
-        return rows.data_ptr() + 4 * (self.ends[k] - self.widths[k]) * batch
+        return rows
 
 
 class _Sizes(NamedTuple):

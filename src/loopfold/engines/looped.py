@@ -26,7 +26,7 @@ class Looped(Engine):
     """Hoisted, with the library's products and a hand-scheduled backward pass; any device, any floating dtype.
 
     Inside the loop is only what a step needs of the one before; parameter gradients are one product at the end. On a
-    CUDA GPU the loop is replayed as a CUDA graph from the second call with the same sizes on.
+    CUDA GPU the loop is captured as a CUDA graph at the second call with the same sizes, and replayed from then on.
     Agrees with `Sequential` to rounding: sums are taken in another order.
     """
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from loopfold.engines.base import Recurrence
 from loopfold.engines.draws import replayed
@@ -175,8 +177,8 @@ def _differ(
 ) -> str | None:
     """How `ours` differs from `evaluate(*inputs)` by more than rounding explains.
 
-    A step may be badly conditioned, or jump: then results for inputs a few roundings away spread as widely, and
-    whatever lies among those is accepted.
+    A step may be badly conditioned, or jump, or cancel large terms: then its results spread as widely when its inputs,
+    and all that it computes on the way, are a few roundings off. Whatever lies among those is accepted.
     """
     theirs = evaluate(*inputs)
     if [a.shape for a in ours] != [b.shape for b in theirs]:
@@ -184,7 +186,10 @@ def _differ(
     margins = _margins(theirs, inputs)
     if all(map(bool, _within(ours, theirs, margins))):
         return None
-    spread = [theirs] + [evaluate(*map(_nearby, inputs)) for _ in range(NEIGHBOURS)]
+    spread = [theirs]
+    for _ in range(NEIGHBOURS):
+        with _RoundedOtherwise():
+            spread.append(evaluate(*map(_nearby, inputs)))
     for i, (a, b, margin) in enumerate(zip(ours, theirs, margins, strict=True)):
         around = torch.stack([found[i] for found in spread])
         inside = (a >= around.amin(0) - margin) & (a <= around.amax(0) + margin)
@@ -222,14 +227,24 @@ def _within(ours: Sequence[Tensor], theirs: Sequence[Tensor], margins: Sequence[
     return [((a - b).abs() <= m).all() for a, b, m in zip(ours, theirs, margins, strict=True)]
 
 
-def _nearby(tensor: Tensor) -> Tensor:
+def _nearby(tensor: Tensor, roundings: float = 64) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     dtype = _rounded_to(tensor)
-    roundings = 4 if dtype in (torch.float16, torch.bfloat16) else 64
+    roundings = min(4, roundings) if dtype in (torch.float16, torch.bfloat16) else roundings
     noise = torch.tensor([_draw.uniform(-1, 1) for _ in range(97)], dtype=tensor.dtype, device=tensor.device)
     noise = noise.repeat(-(-tensor.numel() // 97))[: tensor.numel()].view(tensor.shape)
     return tensor * (1 + roundings * torch.finfo(dtype).eps * noise)
+
+
+class _RoundedOtherwise(TorchDispatchMode):
+    """While open, whatever torch computes is a rounding or two off; what it moves or writes in place is not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:
+            return result
+        return tree_map_only(Tensor, partial(_nearby, roundings=2), result)
 
 
 # ------------------------------------------------------------------ two steps backwards
