@@ -17,14 +17,14 @@ import loopfold as lf
 from loopfold.engines import programs
 from loopfold.engines.vectors import LLVM
 from loopfold.engines.writing import Buffer, Role
-from loopfold.stepgraph import rules
 from loopfold.stepgraph.aten import _KNOWN
 from loopfold.stepgraph.differentiate import differentiate, kept_values
 from loopfold.stepgraph.graph import Unsound
 from loopfold.stepgraph.hoist import hoist
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.ops import OPS, Kind, Op
-from loopfold.stepgraph.rules import RULES
+from loopfold.stepgraph.rules import OWN, RULES
+from loopfold.stepgraph.rules.registry import plain
 from loopfold.stepgraph.split import Loop
 from loopfold.stepgraph.verify import verify, verify_reverse
 
@@ -89,8 +89,8 @@ def test_a_new_operation_of_truth_values_is_one_entry_and_one_line(monkeypatch: 
     monkeypatch.setitem(OPS, "xor", xor)
     monkeypatch.setitem(LLVM, "xor", lambda w, p, q: w.b.xor(p, q))
     for torch_name in xor.aten:  # what importing `rules` does with the table
-        monkeypatch.setitem(rules.OWN, torch_name, xor)
-        monkeypatch.setitem(RULES, torch_name, rules._plain(xor))
+        monkeypatch.setitem(OWN, torch_name, xor)
+        monkeypatch.setitem(RULES, torch_name, plain(xor))
 
     class Either(lf.Elman):
         def forward(self, h: Tensor, x: Tensor) -> Tensor:

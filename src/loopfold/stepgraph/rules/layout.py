@@ -1,0 +1,55 @@
+"""Operations that move numbers, copy them or make new ones."""
+
+from typing import Any
+
+import torch
+
+from loopfold.stepgraph.aten import MOVING
+from loopfold.stepgraph.graph import Node, Refusal
+from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.moves import moved, size_of, sources_of
+from loopfold.stepgraph.rules.registry import rule
+
+
+@rule("clone", "alias", "_to_copy")
+def _same(hoist: Any, node: Node, v: Any, **options: Any) -> Any:
+    if node.dtype == node.args[0].dtype:
+        return v
+    return hoist.condition(v) if node.dtype == torch.bool else hoist.row(v)
+
+
+@rule("detach")
+def _detach(hoist: Any, node: Node, v: Any) -> Any:
+    return v if node.dtype == torch.bool else hoist.builder.make("detach", hoist.row(v))
+
+
+@rule(*MOVING)
+def _move(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Any:
+    """Where each number comes from, torch itself says."""
+    rows = [hoist.row(hoist.argument(source)) for source in sources_of(node)]
+    whole = rows[0] if len(rows) == 1 else hoist.builder.cat(rows)
+    results = [hoist.builder.take(whole, positions) for positions in moved(node)]
+    return results if node.dtype is None else results[0]
+
+
+@rule(
+    "empty_like",
+    "empty",
+    "new_empty",
+    "zeros_like",
+    "zeros",
+    "new_zeros",
+    "ones_like",
+    "ones",
+    "new_ones",
+    "full_like",
+    "full",
+    "new_full",
+)
+def _full(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
+    if node.dtype is None or not node.dtype.is_floating_point:
+        raise Refusal(f"a tensor of {node.dtype} has no kernel.")
+    number = 1.0 if "ones" in node.op else 0.0
+    if "full" in node.op:
+        number = float(options.get("fill_value", arguments[-1]))
+    return hoist.builder.expand(hoist.builder.number(number), size_of(node.shape))

@@ -1,0 +1,269 @@
+"""Operations number by number."""
+
+import math
+from typing import Any
+
+import torch
+
+from loopfold.stepgraph.graph import Node, Refusal
+from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.moves import size_of
+from loopfold.stepgraph.rules.registry import rule
+
+
+@rule("add")
+def _add(hoist: Any, node: Node, a: Any, b: Any, alpha: float = 1) -> Value:
+    return hoist.builder.add(hoist.row(a), hoist.builder.mul(alpha, hoist.row(b)))
+
+
+@rule("sub")
+def _sub(hoist: Any, node: Node, a: Any, b: Any, alpha: float = 1) -> Value:
+    return hoist.builder.sub(hoist.row(a), hoist.builder.mul(alpha, hoist.row(b)))
+
+
+@rule("rsub")
+def _rsub(hoist: Any, node: Node, a: Any, b: Any, alpha: float = 1) -> Value:
+    return _sub(hoist, node, b, a, alpha)
+
+
+@rule("mul")
+def _mul(hoist: Any, node: Node, a: Any, b: Any) -> Value:
+    return hoist.builder.mul(hoist.row(a), hoist.row(b))
+
+
+@rule("div")
+def _div(hoist: Any, node: Node, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is not None:
+        raise Refusal("aten.div with a rounding mode has no kernel.")
+    return hoist.builder.div(hoist.row(a), hoist.row(b))
+
+
+@rule("pow")
+def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
+    if not isinstance(v, Value) or not isinstance(exponent, int | float):
+        return hoist.builder.make("power", hoist.row(v), hoist.row(exponent))
+    v = hoist.row(v)
+    if exponent == 2:
+        return hoist.builder.mul(v, v)
+    named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    if exponent in named:
+        return hoist.builder.make(named[exponent], v)
+    return hoist.builder.make("pow", v, index=float(exponent))
+
+
+@rule("lerp")
+def _lerp(hoist: Any, node: Node, a: Any, b: Any, weight: Any) -> Value:
+    a, b = hoist.row(a), hoist.row(b)
+    return hoist.builder.add(a, hoist.builder.mul(hoist.row(weight), hoist.builder.sub(b, a)))
+
+
+@rule("addcmul")
+def _addcmul(hoist: Any, node: Node, a: Any, b: Any, c: Any, value: float = 1) -> Value:
+    product = hoist.builder.mul(hoist.row(b), hoist.row(c))
+    return hoist.builder.add(hoist.row(a), hoist.builder.mul(value, product))
+
+
+@rule("silu")
+def _silu(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.mul(v, hoist.builder.make("sigmoid", v))
+
+
+@rule("gelu")
+def _gelu(hoist: Any, node: Node, v: Value, approximate: str = "none") -> Value:
+    b = hoist.builder
+    if approximate == "tanh":
+        inner = b.mul(math.sqrt(2 / math.pi), b.add(v, b.mul(0.044715, b.mul(v, b.mul(v, v)))))
+        return b.mul(b.mul(0.5, v), b.add(1, b.make("tanh", inner)))
+    return b.mul(b.mul(0.5, v), b.add(1, b.make("erf", b.mul(v, math.sqrt(0.5)))))
+
+
+@rule("clamp", "clamp_min", "clamp_max")
+def _clamp(hoist: Any, node: Node, v: Value, *bounds: Any, **named: Any) -> Value:
+    """As torch has it, the gradient passes at the bounds themselves."""
+    b, v = hoist.builder, hoist.row(v)
+    low, high = (None, *bounds) if node.op == "clamp_max" else (*bounds, None, None)[:2]
+    low, high = named.get("min", low), named.get("max", high)
+    if low is not None:
+        v = b.where(b.make("lt", v, hoist.row(low)), hoist.row(low), v)
+    if high is not None:
+        v = b.where(b.make("gt", v, hoist.row(high)), hoist.row(high), v)
+    return v
+
+
+@rule("hardtanh")
+def _hardtanh(hoist: Any, node: Node, v: Value, low: float = -1.0, high: float = 1.0) -> Value:
+    """As torch has it, the gradient is zero at the bounds themselves."""
+    b = hoist.builder
+    top = b.where(b.make("ge", v, b.number(high)), high, v)
+    return b.where(b.make("le", v, b.number(low)), low, top)
+
+
+@rule("hardsigmoid")
+def _hardsigmoid(hoist: Any, node: Node, v: Value) -> Value:
+    if node.dtype == torch.float64:
+        raise Refusal("aten.hardsigmoid has a kernel for float32; torch rounds its gradient to that in float64 too.")
+    b = hoist.builder
+    middle = b.add(b.mul(v, 1 / 6), 0.5)
+    return b.where(b.make("le", v, b.number(-3)), 0, b.where(b.make("ge", v, b.number(3)), 1, middle))
+
+
+@rule("leaky_relu")
+def _leaky_relu(hoist: Any, node: Node, v: Value, slope: float = 0.01) -> Value:
+    b = hoist.builder
+    return b.where(b.make("gt", v, b.number(0)), v, b.mul(v, slope))
+
+
+@rule("elu")
+def _elu(hoist: Any, node: Node, v: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
+    b = hoist.builder
+    above = b.make("gt", v, b.number(0))
+    bounded = b.where(above, 0, b.mul(v, input_scale))  # exp must not overflow on the side that is not taken
+    return b.where(above, b.mul(v, scale), b.mul(b.make("expm1", bounded), alpha * scale))
+
+
+@rule("softplus")
+def _softplus(hoist: Any, node: Node, v: Value, beta: float = 1, threshold: float = 20) -> Value:
+    b = hoist.builder
+    scaled = b.mul(v, beta)
+    bounded = b.where(b.make("gt", scaled, b.number(threshold)), threshold, scaled)  # exp must not overflow
+    soft = b.mul(b.make("log1p", b.make("exp", bounded)), 1 / beta)
+    return b.where(b.make("gt", scaled, b.number(threshold)), v, soft)
+
+
+@rule("mish")
+def _mish(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.mul(v, hoist.builder.make("tanh", _softplus(hoist, node, v)))
+
+
+@rule("masked_fill")
+def _masked_fill(hoist: Any, node: Node, v: Any, mask: Any, value: Any) -> Value:
+    return hoist.builder.where(hoist.condition(mask), hoist.row(value), hoist.row(v))
+
+
+@rule("surrogate")
+def _surrogate(hoist: Any, node: Node, *args: Any) -> Value:
+    """With rows in place of plain numbers, which torch's operation would not take."""
+    b, rows = hoist.builder, [hoist.row(a) for a in args]
+    width = size_of(node.shape)
+    return b.make("surrogate", *[b.make("expand", r, width=width) if r.op == "number" else r for r in rows])
+
+
+@rule("round")
+def _round(hoist: Any, node: Node, v: Value, decimals: int = 0) -> Value:
+    if decimals:
+        raise Refusal("aten.round to decimals has no kernel.")
+    return hoist.builder.make("round", v)
+
+
+@rule("remainder")
+def _remainder(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    """What is left has the sign of the divisor."""
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    rest, zero = b.make("fmod", a, c), b.number(0)
+    other = b.make(
+        "or", *[b.make("and", b.make("lt", p, zero), b.make("gt", q, zero)) for p, q in ((rest, c), (c, rest))]
+    )
+    return b.where(other, b.add(rest, c), rest)
+
+
+@rule("log_sigmoid_forward")
+def _log_sigmoid(hoist: Any, node: Node, v: Value) -> list[Value]:
+    b = hoist.builder
+    below = b.make("lt", v, b.number(0))
+    e = b.make("exp", b.where(below, v, b.make("neg", v)))  # of what is not above 0
+    return [b.sub(b.where(below, v, 0), b.make("log1p", e))]
+
+
+@rule("logaddexp")
+def _logaddexp(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    infinite = b.make("and", b.make("eq", a, c), b.make("eq", b.make("abs", a), b.number(math.inf)))
+    d = b.where(infinite, 0, b.sub(a, c))
+    below = b.make("lt", d, b.number(0))
+    return b.add(b.where(below, c, a), b.make("log1p", b.make("exp", b.where(below, d, b.make("neg", d)))))
+
+
+@rule("celu")
+def _celu(hoist: Any, node: Node, v: Value, alpha: float = 1) -> Value:
+    if node.dtype == torch.float64:
+        raise Refusal("aten.celu has a kernel for float32; torch rounds its gradient to that in float64 too.")
+    return _elu(hoist, node, v, alpha, 1, 1 / alpha)
+
+
+@rule("frac")
+def _frac(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.sub(v, hoist.builder.make("trunc", v))
+
+
+@rule("addcdiv")
+def _addcdiv(hoist: Any, node: Node, a: Any, c: Any, d: Any, value: float = 1) -> Value:
+    b = hoist.builder
+    return b.add(hoist.row(a), b.mul(value, b.div(hoist.row(c), hoist.row(d))))
+
+
+@rule("logit")
+def _logit(hoist: Any, node: Node, v: Value, eps: float | None = None) -> Value:
+    b = hoist.builder
+    if eps is not None:
+        v = b.where(b.make("lt", v, b.number(eps)), eps, b.where(b.make("gt", v, b.number(1 - eps)), 1 - eps, v))
+    return b.make("log", b.div(v, b.sub(1, v)))
+
+
+@rule("hypot")
+def _hypot(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    return b.make("sqrt", b.add(b.mul(a, a), b.mul(c, c)))
+
+
+@rule("_prelu_kernel")
+def _prelu(hoist: Any, node: Node, v: Value, slope: Any) -> Value:
+    b = hoist.builder
+    return b.where(b.make("gt", v, b.number(0)), v, b.mul(hoist.row(slope), v))
+
+
+@rule("hardswish")
+def _hardswish(hoist: Any, node: Node, v: Value) -> Value:
+    b = hoist.builder
+    middle = b.mul(b.mul(v, b.add(v, 3)), 1 / 6)
+    return b.where(b.make("le", v, b.number(-3)), 0, b.where(b.make("ge", v, b.number(3)), v, middle))
+
+
+@rule("threshold")
+def _threshold(hoist: Any, node: Node, v: Value, bound: float, value: float) -> Value:
+    return hoist.builder.where(hoist.builder.make("le", v, hoist.builder.number(bound)), value, v)
+
+
+@rule("hardshrink")
+def _hardshrink(hoist: Any, node: Node, v: Value, bound: float = 0.5) -> Value:
+    b = hoist.builder
+    near = b.make("and", b.make("ge", v, b.number(-bound)), b.make("le", v, b.number(bound)))
+    return b.where(near, 0, v)
+
+
+@rule("softshrink")
+def _softshrink(hoist: Any, node: Node, v: Value, bound: float = 0.5) -> Value:
+    b = hoist.builder
+    low = b.where(b.make("lt", v, b.number(-bound)), b.add(v, bound), 0)
+    return b.where(b.make("gt", v, b.number(bound)), b.sub(v, bound), low)
+
+
+@rule("heaviside")
+def _heaviside(hoist: Any, node: Node, v: Any, at_zero: Any) -> Value:
+    b, v = hoist.builder, hoist.row(v)
+    step = b.where(b.make("gt", v, b.number(0)), 1, 0)
+    return b.make("detach", b.where(b.make("eq", v, b.number(0)), hoist.row(at_zero), step))
+
+
+@rule("isnan")
+def _isnan(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.make("ne", hoist.row(v), hoist.row(v))
+
+
+@rule("bitwise_xor", "logical_xor")
+def _xor(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    return hoist.builder.make("ne", *[hoist.row(hoist.condition(v)) for v in (a, c)])
+
+
+@rule("isinf")
+def _isinf(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.make("eq", hoist.builder.make("abs", v), hoist.builder.number(math.inf))
