@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zoo
 from test_engines import ENGINES, assert_agrees
 from torch import Tensor, nn
 
@@ -1212,4 +1213,27 @@ def test_a_fall_to_the_plain_loop_is_told_once(monkeypatch: pytest.MonkeyPatch) 
         lf.unfold(cell, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        lf.unfold(cell, x)
+
+
+def test_an_index_that_changes_is_seen() -> None:
+    """In place, as another tensor, from a file; and one that points outside is an error, as it is in torch."""
+    cell, x = zoo.Unitary(3, 5), torch.randn(20, 2, 3)
+
+    def check() -> None:
+        ours, theirs = (lf.unfold(cell, x, engine=engine).hidden for engine in (lf.FusedCPU(), lf.Sequential()))
+        torch.testing.assert_close(ours, theirs)
+
+    check()
+    other = cell.state_dict()
+    cell.order.copy_(cell.order.flip(0))
+    check()
+    cell.order = torch.tensor([1, -1, 0, 2, 3])
+    check()
+    cell.load_state_dict({**other, "order": torch.tensor([0, 0, 0, 1, 1])})
+    check()
+    cell.order[2] = 7
+    with pytest.raises(ValueError, match="FusedCPU cannot run Unitary: aten.index has no kernel"):
+        lf.unfold(cell, x, engine=lf.FusedCPU())
+    with pytest.raises((IndexError, ValueError), match="out of"):
         lf.unfold(cell, x)

@@ -480,6 +480,28 @@ class Spiking(lf.Transition):
         return SpikingState(zeros, zeros)
 
 
+class Unitary(lf.Transition):
+    """Arjovsky et al. (2016) in real numbers: reflections, and a permutation that is a buffer."""
+
+    order: Tensor
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.v = _matrix(n, n_in), nn.Parameter(0.5 + torch.rand(2, n))
+        self.bias = nn.Parameter(torch.randn(n) / 10)
+        self.register_buffer("order", torch.randperm(n, generator=torch.Generator().manual_seed(0)))
+
+    def reflect(self, h: Tensor, v: Tensor) -> Tensor:
+        return h - 2 * v * (h @ v)[:, None] / (0.1 + v.square().sum())  # nearly
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        h = self.reflect(self.reflect(h, self.v[0])[:, self.order], self.v[1]) + x @ self.U.T
+        return torch.sign(h) * torch.relu(h.abs() + self.bias)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.U.new_full((batch, self.U.shape[0]), 0.3)
+
+
 def irnn(n_in: int, n: int) -> lf.Elman:
     return lf.Elman(n_in, n, torch.relu, recurrent_init=lf.ScaledIdentity(1.0))
 
@@ -495,7 +517,7 @@ WITH_INPUT = (
 # Their states are more than rows
 TENSORS = (
     *(LinearAttention, DeltaNet, MatrixLSTM, HeadedLSTM, FastWeights, TuringMemory, HiddenMarkov, Rotation),
-    *(Covariance, Experts),
+    *(Covariance, Experts, Unitary),
 )
 
 

@@ -169,6 +169,8 @@ class _Walk:
                 found.append(key)
                 if self._meet(tensor):
                     found.append(None if nn.parameter.is_lazy(tensor) else (tensor.shape, tensor.dtype, tensor.layout))
+                    if tensor.dim() and not (tensor.is_floating_point() or tensor.is_complex()):  # it may be an index
+                        found += (_Same(tensor), None if tensor.is_inference() else tensor._version)
         for key, value in list(vars(part).items()):  # other threads may be setting some
             if key not in _OF_TORCH:
                 self.label = f"self.{key}"

@@ -51,7 +51,7 @@ class Aten:
 MOVING = (
     *("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose"),
     *("slice", "select", "split", "split_with_sizes", "unbind", "cat", "stack", "repeat", "flip", "roll"),
-    *("constant_pad_nd", "diagonal", "tril", "triu", "unfold", "slice_scatter", "select_scatter"),
+    *("constant_pad_nd", "diagonal", "tril", "triu", "unfold", "slice_scatter", "select_scatter", "pick"),
 )
 _BOTH, _LAST_TWO = (0, 2), (1, 3)
 _KNOWN = {
@@ -110,7 +110,7 @@ _KNOWN = {
 }
 
 
-_INDEX = "Slices, flip and roll have one, and so has a product with a matrix."
+_INDEX = "A buffer of whole numbers as the index, h[:, self.order], has one; so have slices, flip and roll."
 _INSTEAD = {
     **dict.fromkeys(("max", "min"), "torch.amax, torch.amin, torch.maximum and torch.minimum have one."),
     **dict.fromkeys(

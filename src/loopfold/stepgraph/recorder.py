@@ -4,6 +4,7 @@ A step may update tensors that it has made itself, through views too. Each tenso
 now: after `z[:, :3] = v` the tensor z stands for `cat([v, z[:, 3:]])`, and a view of z is taken again when it is read.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from loopfold.stepgraph.graph import Node, Refusal
+from loopfold.stepgraph.pick import PICK
 from loopfold.stepgraph.surrogate import SURROGATE
 
 aten = torch.ops.aten
@@ -50,8 +52,9 @@ def _in_order(like: Tensor) -> bool:
 class Recorder(TorchDispatchMode):
     """Writes down every operation. Values are known by the identity of their tensor."""
 
-    def __init__(self, fakes: dict[int, Tensor], gradients: bool) -> None:
+    def __init__(self, fakes: dict[int, Tensor], gradients: bool, own: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.own = {id(fakes[id(t)]): t for t in own}  # the module's tensors, by those that stand for them
         self.fakes, self.gradients = fakes, gradients
         self.nodes: list[Node] = []
         self.known: dict[int, tuple[Node, Tensor]] = {}  # the tensor is held, so that its id stays its own
@@ -83,12 +86,26 @@ class Recorder(TorchDispatchMode):
             return self.take(aten.full.default, (), number, dtype=args[0].dtype, device=args[0].device)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
+        if op in ("index", "index_select"):
+            func, args = self._picked(func, args)
         result = self._update(func, args, kwargs) if func._schema.is_mutable else self.take(func, *args, **kwargs)
         if self._without_gradients():
             parts = result if isinstance(result, list | tuple) else [result]
             if not all(self.lookup(part) in self.plain | self.settled for part in parts if isinstance(part, Tensor)):
                 raise Refusal("it switches gradients off (torch.no_grad). Use .detach() on what should have none.")
         return result
+
+    def _picked(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+        """Indexing by a buffer of whole numbers, as an operation with those numbers; other indexing as it is."""
+        v, dim, at = args if _name(func) == "index_select" else (args[0], *_only_one(args[1]))
+        if at is None or id(at) not in self.own or at.dim() != 1 or at.dtype not in (torch.int64, torch.int32):
+            return func, args
+        with no_dispatch():
+            numbers = self.own[id(at)].tolist()
+        size = v.shape[dim]
+        if not all(-size <= k < size for k in numbers):
+            return func, args
+        return PICK, (v, dim % v.dim(), [k % size for k in numbers])
 
     def _without_gradients(self) -> bool:
         return self.gradients and not self.own_gradient and not torch.is_grad_enabled()
@@ -360,6 +377,12 @@ _DRAWS = {
     **dict.fromkeys(("rand_like", "randn_like", "bernoulli_", "uniform_", "normal_"), True),
     **dict.fromkeys(("exponential_", "cauchy_", "log_normal_"), True),
 }
+
+
+def _only_one(at: list[Tensor | None]) -> tuple[int, Tensor | None]:
+    """The dimension that is indexed and by what, where it is only one."""
+    found = [(dim, index) for dim, index in enumerate(at) if index is not None]
+    return found[0] if len(found) == 1 else (0, None)
 
 
 def _name(func: OpOverload) -> str:

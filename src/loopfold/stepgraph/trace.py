@@ -228,7 +228,7 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool) -> StepGraph:
         for part in (*given, given.number(f))
     ]
     fakes = {id(t): blank(t, *t.shape) for t in own.values()}
-    recorder = Recorder(fakes, gradients)
+    recorder = Recorder(fakes, gradients, own.values())
     state_names = _state_names(f, state)
     state_nodes = tuple(recorder.leaf("state", k, leaf) for k, leaf in zip(state_names, leaves(state), strict=True))
     x_nodes = tuple(recorder.leaf("x", k, leaf) for k, leaf in (*_named("x", x), *_named("t", t)))
