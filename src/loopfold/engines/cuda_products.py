@@ -181,23 +181,27 @@ class Products(Values):
         rest = product.chunks_of_warp - kept
         matrix = self.buffer(Role.CONSTANT, product.value.index[0])
         load, step, words = ("given2", 4, 2) if self.bytes == 2 else ("given4", 2, 1)
-        at = f"{matrix} + (k * A.stride_k[{j}] + f * A.stride_f[{j}]) * {self.bytes}"
-        self.functions += [
-            f"OUTLINED u32 weight_{j}(const Args& A, const char* {matrix}, int chunk, int k_, long long f) {{",
-            f"  const long long k = depth_{j}(chunk, k_); return k < 0 || f < 0 ? 0u : (u32){load}({at});",
-            "}",
-        ]
+        at = f"{matrix} + ((k < 0 ? 0 : k) * A.stride_k[{j}] + (f < 0 ? 0 : f) * A.stride_f[{j}]) * {self.bytes}"
         one = f"weight_{j}(A, {matrix}, chunk, k + (part >> 1) * {words}, part & 1 ? f1 : f0)"
         if self.bytes == 2:
             one += f" | weight_{j}(A, {matrix}, chunk, k + (part >> 1) * {words} + 1, part & 1 ? f1 : f0) << 16"
         if self.rounds:
             one = f"tf32({one})"
+        self.functions += [  # loads that wait for no condition, and for each other least of all: memory is far away
+            f"DEV u32 weight_{j}(const Args& A, const char* {matrix}, int chunk, int k_, long long f) {{",
+            f"  const long long k = depth_{j}(chunk, k_); const u32 w = {load}({at}); return k < 0 || f < 0 ? 0u : w;",
+            "}",
+            f"OUTLINED uint4 weights_{j}(const Args& A, const char* {matrix}, int chunk, int k, int f0, int f1) {{",
+            "  u32 q[4];",
+            "#pragma unroll",
+            f"  for (int part = 0; part < 4; ++part) q[part] = {one};",
+            "  return make_uint4(q[0], q[1], q[2], q[3]);",
+            "}",
+        ]
         at = f"[(m * {kept} + i) * 2 + s][part]"
         put = f"w{j}{at} = high(q[part]), low_w{j}{at} = low(q[part]);" if product.split else f"w{j}{at} = q[part];"
         to_registers = f"for (int part = 0; part < 4; ++part) {put}"
-        to_shared = (
-            f"*(uint4*)(shared + {self._in_shared(product, 'm', 'i', 's')}) = make_uint4(q[0], q[1], q[2], q[3]);"
-        )
+        to_shared = f"*(uint4*)(shared + {self._in_shared(product, 'm', 'i', 's')}) = loaded;"
         self.once += [
             *(f"u32 {low}w{j}[{max(1, tiles * kept * 2)}][4];" for low in (["", "low_"] if product.split else [""])),
             f"const int wm{j} = warp / {product.warps_k}, wk{j} = warp % {product.warps_k};",
@@ -217,9 +221,8 @@ class Products(Values):
                 "    for (int s = 0; s < 2; ++s) {",
                 f"      const int chunk = wk{j} * {product.chunks_of_warp} + i;",
                 f"      const int k = tq * {self.plan.per_load} + {step} * s;",
-                "      u32 q[4];",
-                unroll,
-                f"      for (int part = 0; part < 4; ++part) q[part] = {one};",
+                f"      const uint4 loaded = weights_{j}(A, {matrix}, chunk, k, f0, f1);",
+                "      const u32 q[4] = {loaded.x, loaded.y, loaded.z, loaded.w};",
                 f"      {keep}",
                 "    }",
                 "  }",
