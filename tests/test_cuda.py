@@ -268,8 +268,8 @@ def test_replayed_graphs_give_what_the_cpu_gives(
 ) -> None:
     """Run, captured, replayed: with other numbers, weights and lengths each time, and at last with other sizes."""
     cell = make(4, 17).double()
-    for turn in range(6):
-        x = torch.randn(9 + turn // 4, 3, 4).double()
+    for turn in range(8):
+        x = torch.randn(9 + turn // 6, 3, 4).double()
         with torch.no_grad():
             for p in cell.cpu().parameters():
                 p.add_(0.1 * torch.randn_like(p))
@@ -279,8 +279,7 @@ def test_replayed_graphs_give_what_the_cpu_gives(
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     made = programs.program_of(lf.unfolding.checked(cell, x.cuda(), None, ends, None)).program.made
     kernels = [kernel for kernel in made.values() if isinstance(kernel, looped._Python)]
-    assert kernels
-    assert all(graph is not None for kernel in kernels for graph in list(kernel.replays.graphs.values())[:1])
+    assert sum(len(kernel.replays.graphs) for kernel in kernels) >= 2  # forwards and backwards
 
 
 def test_replayed_graphs_on_several_streams() -> None:
@@ -298,25 +297,6 @@ def test_replayed_graphs_on_several_streams() -> None:
     for results, expected in zip(found, alone, strict=True):
         for one in results:
             torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-9)
-
-
-# ------------------------------------------------------------------ mixed precision, and GPUs that are shared
-
-
-@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_takes_the_kernel(lower: torch.dtype) -> None:
-    cell, x = lf.LSTM(8, 128).cuda(), torch.randn(40, 16, 8).cuda()
-    layer = lf.Recurrent(cell)
-    truth = layer(x).hidden.detach()
-    with torch.autocast("cuda", lower):
-        assert "FusedGPU, because its loop is one kernel" in layer.explain(x)
-        found = layer(x).hidden
-        theirs = lf.unfold(cell, x, engine=lf.Sequential()).hidden
-    assert found.dtype == theirs.dtype
-    worst = float((theirs.detach().float() - truth).abs().max())
-    assert float((found.detach().float() - truth).abs().max()) <= 2 * worst
-    found.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
 def test_several_processes_share_a_gpu(tmp_path: Path) -> None:

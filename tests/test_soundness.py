@@ -1237,3 +1237,27 @@ def test_an_index_that_changes_is_seen() -> None:
         lf.unfold(cell, x, engine=lf.FusedCPU())
     with pytest.raises((IndexError, ValueError), match="out of"):
         lf.unfold(cell, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_no_reason_for_distrust(dtype: torch.dtype) -> None:
+    """Gradients that cancel, of a normalised single number; and of the greatest number, which has its own count."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        for cell, x in ((zoo.DeltaNet(4, 1), torch.randn(3, 33, 4)), (zoo.Extremes(4, 17), torch.randn(7, 5, 4))):
+            for _ in range(3):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", lf.EngineWarning)
+                    run = lf.unfold(cell.to(dtype), x.to(dtype), engine=lf.Looped())
+                    run.hidden.square().sum().backward()
+
+
+def test_what_is_moved_is_not_rounded_otherwise() -> None:
+    v = torch.randn(5, 4)
+    with selfcheck._RoundedOtherwise():
+        moved = torch.cat([v, v.clone()]), v[[1, 0]], v.amax(-1), torch.where(v > 0, v, v), v.flip(0)
+        computed = v + 0
+    expected = torch.cat([v, v]), v[[1, 0]], v.amax(-1), v, v.flip(0)
+    assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
+    assert not torch.equal(computed, v)
+    torch.testing.assert_close(computed, v)

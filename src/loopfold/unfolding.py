@@ -169,10 +169,7 @@ def checked(
     if checked_lengths is not None:
         x = None if x is None else map_state(partial(_without_padding, lengths=checked_lengths), x)
         index = None if index is None else _without_padding(index, checked_lengths)
-    device = leaves(state)[0].device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    lower = torch.get_autocast_dtype(device) if autocast else None
-    return Recurrence(f, x, tau, state, checked_lengths, context, index, lower=lower)
+    return Recurrence(f, x, tau, state, checked_lengths, context, index)
 
 
 def _index(tau: int, like: Tensor) -> Tensor:

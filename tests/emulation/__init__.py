@@ -62,7 +62,7 @@ class Emulated(Engine):
     steps: int | None = None
 
     def refusal(self, recurrence: Recurrence) -> str | None:
-        return compiled_refusal(recurrence, autocast=True)
+        return compiled_refusal(recurrence)
 
     def run(self, recurrence: Recurrence) -> State:
         return run_compiled(self, self._writer(), recurrence)

@@ -78,6 +78,7 @@ static inline u16 given2(const void* p) { u16 v; memcpy(&v, aligned(p, 2), 2); r
 // ---- numbers
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float tanh_approximate(float x) { return tanhf(x); }
+static inline float reciprocal(float x) { return 1.f / x; }
 static inline float reciprocal_fast(float x) { return 1.f / x; }
 #if FORMAT == 2
 static inline float half_as_float(u32 h) { _Float16 x; u16 s = h; memcpy(&x, &s, 2); return (float)x; }

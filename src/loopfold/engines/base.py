@@ -42,7 +42,6 @@ class Recurrence:
     index: Tensor | None = None
     memo: dict[str, Any] = field(default_factory=dict)  # what engines have found out about it already
     draws: Any = None  # the random numbers of its steps, where they are drawn already
-    lower: torch.dtype | None = None  # the dtype that torch.autocast gives to products; None where it is off
 
     def take(self, state: State, t: int) -> State:
         """One step of `f`, from `state` with x(t): what it returns, the state or (output, state)."""

@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.draws import Draws, draw, generators, set_generators
 from loopfold.engines.kernel import Call, Kernel, LoopFunction
-from loopfold.engines.programs import Found, forget, program_of, without_autocast
+from loopfold.engines.programs import Found, forget, program_of
 from loopfold.engines.selfcheck import (
     FIRST,
     Guard,
@@ -37,14 +37,8 @@ from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, fr
 from loopfold.surroundings import global_hooks
 
 
-def compiled_refusal(recurrence: Recurrence, autocast: bool = False) -> str | None:
-    """Why no compiling engine can run this call, or None; each engine asks, and the call is looked at once.
-
-    `autocast`  whether the engine can run under torch.autocast: with its products in the lower dtype and all else, the
-                rows that move from step to step too, in float32
-    """
-    if recurrence.lower is not None and not autocast:
-        return "torch.autocast chooses dtypes operation by operation."
+def compiled_refusal(recurrence: Recurrence) -> str | None:
+    """Why no compiling engine can run this call, or None; each engine asks, and the call is looked at once."""
     if "refusal" not in recurrence.memo:
         recurrence.memo["refusal"] = _refusal(recurrence)
     return recurrence.memo["refusal"]
@@ -56,6 +50,8 @@ def _refusal(recurrence: Recurrence) -> str | None:
     tensors = recurrence.tensors
     if any(t.is_meta for t in tensors):
         return "it is called on tensors without data."
+    if torch.is_autocast_enabled(parts[0].device.type):
+        return "torch.autocast chooses dtypes operation by operation."
     batches = {leaf.shape[0] for leaf in parts if leaf.dim()}
     if len(batches) != 1 or 0 in batches:
         return "its states have no sequences, or not equally many."
@@ -73,11 +69,9 @@ def _refusal(recurrence: Recurrence) -> str | None:
     if global_hooks():
         return "hooks are set for all modules, which a compiled step would not call."
     try:
-        program = program_of(recurrence).program
+        program_of(recurrence)
     except Refusal as reason:
         return str(reason)
-    if program.loop.draws and recurrence.lower is not None:
-        return "it draws random numbers under torch.autocast, whose dtypes are chosen operation by operation."
     return None
 
 
@@ -132,7 +126,7 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
         return states, None
     doubted += watch.doubts() if on_gpu else []
     wait = not on_gpu or bool(doubted) or watch.runs < FIRST
-    due = watch.due(end - begin, _kind(recurrence, record))
+    due = watch.due(end - begin, (leaves(states)[0].shape[1], recurrence.lengths is None, record, device))
     if not (due or doubted):
         return states, None
     t, reason = step_to_check(recurrence, watch.runs), None
@@ -154,12 +148,6 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     return states, reason
 
 
-def _kind(recurrence: Recurrence, record: bool) -> Any:
-    """Runs of one kind take the same way through an engine."""
-    leaf = leaves(recurrence.state)[0]
-    return len(leaf), leaf.device, recurrence.lengths is None, record, recurrence.lower
-
-
 def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:
     """Use the program of a step no more, and say so."""
     name = type(engine).__name__
@@ -174,9 +162,8 @@ def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:
 
 
 def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -> State:
-    """Once, before, the loop, after. Under torch.autocast the loop has its dtype, and torch sees to the other parts."""
-    lower, dtypes = recurrence.lower, _dtypes(recurrence, found)
-    recurrence, program = without_autocast(recurrence), found.program
+    """Once, before, the loop, after."""
+    program = found.program
     loop, graph, tau = program.loop, program.graph, recurrence.steps
     start = leaves(recurrence.state)
     batch = start[0].shape[0]
@@ -210,7 +197,7 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     call = Call(tau, batch, recurrence.lengths, record)
     emitted: list[Tensor] = []
     if loop.emitted:  # else no step reads the one before
-        tensors = [t if lower is None else t.to(lower) for t in (*constants, *inputs, *state)]
+        tensors = (*constants, *inputs, *state)
         emitted = list(LoopFunction.apply(engine, kernel, program, call, len(constants), len(inputs), *tensors))
 
     if loop.outside:
@@ -238,21 +225,7 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
             shape = (tau, batch, *returned[len(results)].shape[1:])
             results.append(sequence if sequence.shape == shape else sequence.view(shape))
     cut = len(graph.outputs)
-    results = [*results[cut:], *results[:cut]]
-    if dtypes is not None:
-        results = [leaf.to(dtype) for leaf, dtype in zip(results, dtypes, strict=True)]
-    return rebuild(graph.structure, results)
-
-
-def _dtypes(recurrence: Recurrence, found: Found) -> list[torch.dtype] | None:
-    """The dtypes of what the step returns under torch.autocast; None where it is off."""
-    if recurrence.lower is None:
-        return None
-    made, key = found.program.made, ("autocast", recurrence.lower)
-    if key not in made:
-        with torch.no_grad():
-            made[key] = [leaf.dtype for leaf in leaves(recurrence.take(recurrence.state, 0))]
-    return made[key]
+    return rebuild(graph.structure, [*results[cut:], *results[:cut]])
 
 
 def _given(recurrence: Recurrence, found: Found) -> dict[Node, Any]:

@@ -1,7 +1,6 @@
 """FusedGPU: the loop compiled into one persistent kernel of a CUDA GPU, forwards and backwards."""
 
 import ctypes
-import functools
 import math
 import struct
 from collections.abc import Callable
@@ -18,13 +17,14 @@ from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan
 from loopfold.engines.cuda_values import FORMATS
 from loopfold.engines.kernel import Call
 from loopfold.engines.programs import alone, program_of
-from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
+from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written, tf32
 from loopfold.states import State, leaves
 from loopfold.stepgraph.loop import Builder, ordered
 from loopfold.stepgraph.ops import Kind
 
 EXCHANGE_BYTES = 256 << 20  # of one launch; longer sequences take several
 MOST_BYTES = 2 << 30  # of one value at one step, since a kernel counts them in 32 bits
+MOST_SIZES = 64  # of runs, for which a kernel has everything prepared
 OLDEST = (8, 0)  # compute capability: Ampere
 
 
@@ -36,21 +36,20 @@ class FusedGPU(Engine):
     series, reductions over features, and unequal lengths; the weights must fit into the registers and the shared memory
     of the GPU. Kernels are kept on disk, as those of `FusedCPU`. Agrees with `Sequential` to rounding: sums are float32
     and taken in another order; products of float32 are exact to 2e-6, or TF32 where
-    `torch.backends.cuda.matmul.allow_tf32` says so. Under `torch.autocast` it runs in the autocast dtype, with float32
-    sums and float32 rows from step to step.
+    `torch.backends.cuda.matmul.allow_tf32` says so.
     """
 
     def refusal(self, recurrence: Recurrence) -> str | None:
         leaf = leaves(recurrence.state)[0]
         if leaf.device.type != "cuda":
             return f"it runs on a CUDA GPU and the state is on {leaf.device}."
-        if (dtype := recurrence.lower or leaf.dtype) not in FORMATS:
-            return f"it has kernels for bfloat16, float16 and float32, and got {dtype}."
+        if leaf.dtype not in FORMATS:
+            return f"it has kernels for bfloat16, float16 and float32, and got {leaf.dtype}."
         from loopfold.engines.driver import problem
 
         if torch.version.hip is not None or torch.cuda.get_device_capability(leaf.device) < OLDEST:
             return f"it needs an NVIDIA GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or more."
-        reason = compiled_refusal(recurrence, autocast=True) or problem(leaf.device)
+        reason = compiled_refusal(recurrence) or problem(leaf.device)
         return self._writer().misfit(recurrence) if reason is None else reason
 
     def run(self, recurrence: Recurrence) -> State:
@@ -62,14 +61,7 @@ class FusedGPU(Engine):
     def _writer(self) -> "GPUWriter":
         from loopfold.engines.driver import CudaLauncher
 
-        return GPUWriter(CudaLauncher, None, not _tf32())
-
-
-def _tf32() -> bool:
-    """Whether the user lets products of float32 be those of TF32, in either of the ways in which torch is told so."""
-    matmul: Any = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", "none")
-    return matmul.allow_tf32 if precision == "none" else precision == "tf32"
+        return GPUWriter(CudaLauncher, None, not tf32())
 
 
 class Launcher(Protocol):
@@ -95,11 +87,13 @@ class GPUWriter(Writer):
     def misfit(self, recurrence: Recurrence) -> str | None:
         """Why a step of the loop language does not fit the GPU; found out once for each batch."""
         program, state = program_of(recurrence).program, leaves(recurrence.state)[0]
-        dtype = recurrence.lower or state.dtype
-        key = ("misfit", self, state.shape[0], state.device, dtype, recurrence.lengths is None)
+        key = ("misfit", self, state.shape[0], state.device, state.dtype, recurrence.lengths is None)
         if key not in program.made:
-            kernels = [kernel for kernel in self.both_ways(recurrence) if isinstance(kernel, _OnGPU)]
-            program.made[key] = next(filter(None, (kernel.misfit(state) for kernel in kernels)), None)
+            reason = None
+            for kernel in self.both_ways(recurrence):
+                assert isinstance(kernel, _OnGPU)
+                reason = reason or kernel.misfit(state)
+            program.made[key] = reason
         return program.made[key]
 
 
@@ -187,9 +181,17 @@ class _Kernel:
         self.given += [(i, b) for i, b in constants if b.index not in in_place]
         self.strides = [(Buffer(Role.CONSTANT, b.index), b.transposed) for b in code.matrices]
         self.widths = [after.width for before, after in code.plan.source.moves if before.op == "carry"]
-        self.sizes = functools.lru_cache(64)(self._sizes)
+        self.sizes: dict[tuple[int, int, torch.device], _Sizes] = {}
 
     def _sizes(self, steps: int, batch: int, device: torch.device) -> "_Sizes":
+        key = (steps, batch, device)
+        if key not in self.sizes:
+            if len(self.sizes) == MOST_SIZES:
+                self.sizes.clear()
+            self.sizes[key] = self._new_sizes(*key)
+        return self.sizes[key]
+
+    def _new_sizes(self, steps: int, batch: int, device: torch.device) -> "_Sizes":
         geometry, exchanges = self.code.plan.geometry, list(self.code.plan.exchanges.values())
         groups = -(-batch // geometry.rows)
 
@@ -216,7 +218,7 @@ class _Kernel:
         """Run over all steps, in one launch or several; returns the carries after the last, in float32."""
         like, batch = next(iter(buffers.values())), call.batch
         device = like.device
-        sizes = self.sizes(call.steps, batch, device)
+        sizes = self._sizes(call.steps, batch, device)
         held = [_placed(buffers[b], device) for _, b in self.given]
         lengths = None if call.lengths is None else call.lengths.to(device, torch.int64).contiguous()
         pointers = [0] * max(1, len(self.code.table))
@@ -224,12 +226,10 @@ class _Kernel:
             pointers[i] = t.data_ptr()
         for i, b in self.made:
             pointers[i] = buffers[b].data_ptr()
+        matrices = {b: buffers[b].to(device) for _, b in self.matrices}
         for i, b in self.matrices:
-            matrix = buffers[b]
-            if matrix.device != device:
-                held.append(matrix := matrix.to(device))
-            pointers[i] = matrix.data_ptr()
-        strides = [buffers[b].stride() for b, _ in self.strides]
+            pointers[i] = matrices[b].data_ptr()
+        strides = [matrices[b].stride() for b, _ in self.strides]
         strides = [s[::-1] if turned else s for s, (_, turned) in zip(strides, self.strides, strict=True)] or [(0, 0)]
         rest = (*(s[0] for s in strides), *(s[1] for s in strides), 0 if lengths is None else lengths.data_ptr())
         error, args = _error(device), ctypes.create_string_buffer(self.Args.size)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Looped(Engine):
     """Hoisted, with the library's products and a hand-scheduled backward pass; any device, any floating dtype.
 
     Inside the loop is only what a step needs of the one before; parameter gradients are one product at the end. On a
-    CUDA GPU the loop is captured as a CUDA graph at the second call with the same sizes, and replayed from then on.
+    CUDA GPU the loop becomes a CUDA graph where calls of the same sizes come often.
     Agrees with `Sequential` to rounding: sums are taken in another order.
     """
 
@@ -52,22 +53,24 @@ class _Python(Written):
 
     def __init__(self, source: Source, table: list[Buffer], text: str, positions: list[Positions]) -> None:
         self.source, self.table, self.text = source, table, text
-        self.positions = [torch.tensor(p) for p in positions]
+        self.positions = {torch.device("cpu"): [torch.tensor(p) for p in positions]}  # on each device that asked
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         exec(compile(text, "<loopfold looped>", "exec"), namespace)
         self.function: Callable[..., tuple[list[Tensor], list[Tensor], list[Tensor]]] = namespace["run"]
-        self.replays = Replays(self._flat)
+        self.replays = Replays()
 
     def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
         like = next(iter(buffers.values()))
-        if self.positions and self.positions[0].device != like.device:
-            self.positions = [p.to(like.device) for p in self.positions]
-        lengths = [] if call.lengths is None else [call.lengths.to(like.device)]
-        given = [like, *self.positions, *lengths, *(buffers[b] for b in self.table)]
-        if like.is_cuda and call.steps * self.text.count("\n") < MOST_LAUNCHES:
-            results = self.replays.run((call.steps, call.batch), given)
+        device = like.device
+        if device not in self.positions:
+            self.positions[device] = [p.to(device) for p in self.positions[torch.device("cpu")]]
+        lengths = [] if call.lengths is None else [call.lengths.to(device)]
+        given = [*self.positions[device], *lengths, *(buffers[b] for b in self.table)]
+        function = partial(self._flat, call.steps, call.batch, like)
+        if like.is_cuda and given and call.steps * self.text.count("\n") < MOST_LAUNCHES:
+            results = self.replays.run(function, (call.steps, call.batch), given)
         else:
-            results = self._flat(call.steps, call.batch, *given)
+            results = function(*given)
         out, moved = results[: len(self.source.out)], results[len(self.source.out) :]
         if not self.source.backwards:  # autograd gives these away, so none may share its memory with another
             taken = {t.untyped_storage().data_ptr() for t in buffers.values()}
@@ -79,7 +82,7 @@ class _Python(Written):
 
     def _flat(self, steps: int, batch: int, like: Tensor, *given: Tensor) -> list[Tensor]:
         """What the function returns, in one list: `out`, `moved`, `sums`."""
-        count = len(self.positions)
+        count = len(self.positions[like.device])
         lengths, rest = (given[count], given[count + 1 :]) if self.source.masked else (None, given[count:])
         return [t for part in self.function(steps, batch, lengths, like, given[:count], *rest) for t in part]
 

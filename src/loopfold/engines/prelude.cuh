@@ -46,6 +46,7 @@ DEV bool in_any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 DEV float tanh_approximate(float x) { float y; asm("tanh.approx.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+DEV float reciprocal(float x) { float y; asm("rcp.approx.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }  // however small
 DEV float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 
 // c[16 features × 8 sequences] += weights[16 × k] · rows[k × 8], k = 8 for float32 (as TF32) and 16 otherwise.
@@ -151,9 +152,9 @@ DEV float tanh_fast(float x) {
   float near = -5.8951364e-3f;  // (tanh x - x) / x³ as a polynomial of x², below 0.6
   near = near * s + 2.0795953e-2f, near = near * s - 5.3783823e-2f;
   near = near * s + 1.3331924e-1f, near = near * s - 3.3333299e-1f;
-  return fabsf(x) < 0.6f ? near * s * x + x : copysignf(far, x);
+  return copysignf(fabsf(x) < 0.6f ? near * s * x + x : far, x);
 }
-DEV float sigmoid_fast(float x) { return reciprocal_fast(1.f + expf(-x)); }
+DEV float sigmoid_fast(float x) { return reciprocal(1.f + expf(-x)); }
 #elif FORMAT == 1
 DEV float tanh_fast(float x) { return tanh_approximate(x); }  // to 11 bits
 #else

@@ -10,13 +10,11 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import EngineWarning, Recurrence
@@ -158,10 +156,8 @@ def _find(recurrence: Recurrence) -> Found | str:
         shelf.misses = 0
         return shelf.found[key]
     shelf.misses += 1
-    plain, device = without_autocast(recurrence), leaves(recurrence.state)[0].device.type
     try:
-        with nullcontext() if recurrence.lower is None else torch.autocast(device, enabled=False):
-            found: Found | str = _make(f, plain, shelf, key)
+        found: Found | str = _make(f, recurrence, shelf, key)
     except Refusal as reason:
         found = str(reason)  # as words, since an exception would keep alive all that it has seen
         shelf.refusals[key[0]] = shelf.refusals.get(key[0], 0) + 1
@@ -202,15 +198,6 @@ def _make(f: nn.Module, recurrence: Recurrence, shelf: _Shelf, key: Any) -> Foun
     if found.program not in programs:
         programs.append(found.program)
     return found
-
-
-def without_autocast(recurrence: Recurrence) -> Recurrence:
-    """Under torch.autocast, the same on tensors of the parameters' own dtype, which its step is traced for."""
-    if recurrence.lower is None or not isinstance(recurrence.f, nn.Module):
-        return recurrence
-    dtype = next((p.dtype for p in recurrence.f.parameters() if p.is_floating_point()), torch.float32)
-    tensors = [t.to(dtype) if t.is_floating_point() else t for t in recurrence.tensors]
-    return replace(recurrence.on(tensors), lower=None)
 
 
 def _same_but_for_numbers(programs: list[Program], graph: StepGraph) -> Found | None:

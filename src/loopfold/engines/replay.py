@@ -1,75 +1,113 @@
 """Many small launches of a GPU as one: a function of tensors, replayed as a CUDA graph where its sizes repeat."""
 
 import threading
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from loopfold.engines.base import EngineWarning
+from loopfold.engines.writing import tf32
+
+OFTEN = 4  # calls with the same sizes, after which it is captured
 MOST_GRAPHS = 4  # of a function: each holds the memory of one run
-MOST_SIZES = 64  # that are remembered as called once
+LONG_AGO = 64  # calls: a graph that was last used before them makes room for another
+MOST_SIZES = 256  # whose calls are counted
+
+_capturing = threading.Lock()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Graph:
     graph: Any
     given: list[Tensor]  # where the graph reads
     results: list[Tensor]  # where it writes
     free: Any  # an event: the last run has read its results
+    used: int = 0  # at which call
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # its memory may be given to others only when its last run is over
+            self.free.synchronize()
+
+    def replay(self, given: list[Tensor]) -> list[Tensor]:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self.free)  # another stream may still read what the last run has written
+        torch._foreach_copy_(self.given, given)
+        self.graph.replay()
+        results = [t.clone() for t in self.results]
+        self.free.record(stream)
+        return results
 
 
 class Replays:
-    """`function(*sizes, *tensors)`, which returns tensors and waits for nothing on the host.
+    """The CUDA graphs of a function, by its sizes. It waits for nothing on the host, and returns tensors."""
 
-    The first call with some sizes runs it as it is, the second captures it, all others replay what was captured.
-    """
-
-    def __init__(self, function: Callable[..., list[Tensor]]) -> None:
-        self.function = function
-        self.graphs: dict[Any, _Graph | None] = {}  # None: called once, or not to be captured
+    def __init__(self) -> None:
+        self.graphs: dict[Any, _Graph] = {}
+        self.counts: dict[Any, int] = {}  # calls with sizes that were not captured
+        self.calls = 0
         self.lock = threading.Lock()
         self.gave_up = False
 
-    def run(self, sizes: tuple[int, ...], given: list[Tensor]) -> list[Tensor]:
+    def run(self, function: Callable[..., list[Tensor]], sizes: tuple[int, ...], given: list[Tensor]) -> list[Tensor]:
+        """`function(*given)`: as it is, or replayed where it has been called with such sizes often enough."""
         if torch.cuda.is_current_stream_capturing() or self.gave_up:
-            return self.function(*sizes, *given)
-        key = (sizes, given[0].device, *((t.shape, t.stride(), t.dtype) for t in given))
-        with self.lock:
-            if key not in self.graphs:
-                if len(self.graphs) == MOST_SIZES:
-                    del self.graphs[next(key for key, found in self.graphs.items() if found is None)]
-                self.graphs[key] = None
-                return self.function(*sizes, *given)
-            with torch.cuda.device(given[0].device):
-                found = self.graphs.pop(key) or self._captured(sizes, given)
-                if found is None:
-                    return self.function(*sizes, *given)
-                self.graphs[key] = found  # the last that was used stands last
-                return _replayed(found, given)
+            return function(*given)
+        key = (sizes, given[0].device, _precision(), *((t.shape, t.stride(), t.dtype) for t in given))
+        with self.lock, torch.cuda.device(given[0].device):
+            self.calls += 1
+            graph = self.graphs.get(key)
+            if graph is None and self._is_worth_it(key):
+                graph = self._capture(function, given)
+                if graph is not None:
+                    self.graphs[key] = graph
+            if graph is not None:
+                graph.used = self.calls
+                return graph.replay(given)
+        return function(*given)
 
-    def _captured(self, sizes: tuple[int, ...], given: list[Tensor]) -> _Graph | None:
-        kept = [key for key, found in self.graphs.items() if found is not None]
-        if len(kept) == MOST_GRAPHS:
-            del self.graphs[kept[0]]
+    def _is_worth_it(self, key: Any) -> bool:
+        """Whether sizes come often, and there is room for their graph."""
+        if len(self.counts) == MOST_SIZES:
+            self.counts.clear()
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if self.counts[key] < OFTEN:
+            return False
+        if len(self.graphs) == MOST_GRAPHS:
+            oldest = min(self.graphs, key=lambda key: self.graphs[key].used)
+            if self.graphs[oldest].used > self.calls - LONG_AGO:
+                return False
+            del self.graphs[oldest]
+        del self.counts[key]
+        return True
+
+    def _capture(self, function: Callable[..., list[Tensor]], given: list[Tensor]) -> _Graph | None:
         torch.cuda.current_stream().synchronize()
+        stream = torch.cuda.Stream(given[0].device)  # not torch's own, which belongs to the first device that captured
         try:
-            graph = torch.cuda.CUDAGraph()
-            own = [torch.empty_like(t) for t in given]
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                results = self.function(*sizes, *own)
-        except RuntimeError:  # no memory is left, or an operation that cannot be captured
-            self.gave_up = True
+            with _capturing, torch.inference_mode(False), torch.no_grad():
+                graph, own = torch.cuda.CUDAGraph(), [torch.empty_like(t) for t in given]
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    results = function(*own)
+            return _Graph(graph, own, results, torch.cuda.Event())
+        except torch.OutOfMemoryError:  # another time, perhaps
             return None
-        return _Graph(graph, own, results, torch.cuda.Event())
+        except RuntimeError as error:
+            self.gave_up = True
+            warnings.warn(
+                f"a loop cannot be captured as a CUDA graph, so its launches go one by one: {error}",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return None
 
 
-def _replayed(found: _Graph, given: list[Tensor]) -> list[Tensor]:
-    stream = torch.cuda.current_stream()
-    stream.wait_event(found.free)  # another stream may still read what the last run has written
-    torch._foreach_copy_(found.given, given)
-    found.graph.replay()
-    results = [t.clone() for t in found.results]
-    found.free.record(stream)
-    return results
+def _precision() -> tuple[Any, ...]:
+    """What a captured product has fixed beside its sizes."""
+    matmul: Any = torch.backends.cuda.matmul
+    reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    return tf32(), *reduced, torch.are_deterministic_algorithms_enabled()

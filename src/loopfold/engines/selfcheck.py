@@ -13,6 +13,7 @@ that running takes.
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from loopfold.engines.base import Recurrence
 from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
 from loopfold.states import State, detached, leaves, parted, rebuild
+from loopfold.stepgraph.aten import aten
 from loopfold.stepgraph.graph import Unsound
 from loopfold.surroundings import fingerprint
 
@@ -187,13 +189,15 @@ def _differ(
     if all(map(bool, _within(ours, theirs, margins))):
         return None
     spread = [theirs]
-    for _ in range(NEIGHBOURS):
-        with _RoundedOtherwise():
+    for i in range(NEIGHBOURS):
+        with _RoundedOtherwise() if i % 2 else nullcontext():
             spread.append(evaluate(*map(_nearby, inputs)))
     for i, (a, b, margin) in enumerate(zip(ours, theirs, margins, strict=True)):
         around = torch.stack([found[i] for found in spread])
+        no_number = around.isnan().any(0)
+        around = torch.where(around.isnan(), b, around)  # what is no number nearby says nothing of b
         inside = (a >= around.amin(0) - margin) & (a <= around.amax(0) + margin)
-        inside |= (a.isnan() & around.isnan().any(0)) | (a == b)
+        inside |= (a.isnan() & no_number) | (a == b)
         if not bool(inside.all()):
             at = tuple((~inside).nonzero()[0].tolist())
             part = f"{what}, part {i}," if len(ours) > 1 else what
@@ -205,15 +209,7 @@ def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]
     """How far each may be off: a share of its largest value, or of a thousandth of the largest of all."""
     largest = [_largest(t) for t in theirs]
     least = 1e-3 * torch.stack([*largest, *(_largest(t) for t in inputs if t.is_floating_point())]).amax()
-    tolerances = [TOLERANCE.get(_rounded_to(b), 0.0) for b in theirs]
-    return [tolerance * size.maximum(least) for tolerance, size in zip(tolerances, largest, strict=True)]
-
-
-def _rounded_to(tensor: Tensor) -> torch.dtype:
-    """The dtype that bounds how right a tensor is: its own, or that of torch.autocast."""
-    device = tensor.device.type
-    under = tensor.is_floating_point() and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if under else tensor.dtype
+    return [TOLERANCE.get(b.dtype, 0.0) * size.maximum(least) for b, size in zip(theirs, largest, strict=True)]
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -230,19 +226,34 @@ def _within(ours: Sequence[Tensor], theirs: Sequence[Tensor], margins: Sequence[
 def _nearby(tensor: Tensor, roundings: float = 64) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    dtype = _rounded_to(tensor)
-    roundings = min(4, roundings) if dtype in (torch.float16, torch.bfloat16) else roundings
+    roundings = min(4, roundings) if tensor.dtype in (torch.float16, torch.bfloat16) else roundings
     noise = torch.tensor([_draw.uniform(-1, 1) for _ in range(97)], dtype=tensor.dtype, device=tensor.device)
     noise = noise.repeat(-(-tensor.numel() // 97))[: tensor.numel()].view(tensor.shape)
-    return tensor * (1 + roundings * torch.finfo(dtype).eps * noise)
+    return tensor * (1 + roundings * torch.finfo(tensor.dtype).eps * noise)
+
+
+_PICKING = {
+    "_to_copy",
+    "where",
+    "gather",
+    "index",
+    "index_select",
+    "take",
+    "embedding",
+    "masked_select",
+    "sort",
+    "topk",
+}
+_PICKING |= {"max", "min", "amax", "amin", "maximum", "minimum", "median", "mode", "kthvalue", "cummax", "cummin"}
 
 
 class _RoundedOtherwise(TorchDispatchMode):
-    """While open, whatever torch computes is a rounding or two off; what it moves or writes in place is not."""
+    """While open, whatever torch computes is a rounding or two off; what it moves, picks or writes in place is not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.is_view or func._schema.is_mutable:
+        op = func._schema.name.rpartition("::")[2]
+        if func.is_view or func._schema.is_mutable or aten(op).moves or op in _PICKING:
             return result
         return tree_map_only(Tensor, partial(_nearby, roundings=2), result)
 
@@ -346,14 +357,12 @@ class _Guarded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guard: Guard, flow: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.guard, ctx.flow, ctx.roots = guard, flow, len(tensors) - len(flow)
-        ctx.lower = guard.recurrence.lower
         ctx.set_materialize_grads(False)
         return tuple(t.clone() for t in tensors[: len(flow)])  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        device = leaves(ctx.guard.states)[0].device.type
-        with torch.autocast(device, ctx.lower, enabled=ctx.lower is not None):  # as it was forwards
+        with torch.autocast(leaves(ctx.guard.states)[0].device.type, enabled=False):  # forwards there was none
             return _Guarded._back(ctx, incoming)
 
     @staticmethod

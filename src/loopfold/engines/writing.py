@@ -132,9 +132,9 @@ class Writer(Kernel):
         program, state = program_of(recurrence).program, leaves(recurrence.state)[0]
         if not program.loop.emitted:
             return []
-        call, dtype = Call(recurrence.steps, state.shape[0], recurrence.lengths, True), recurrence.lower or state.dtype
-        there = self._forwards(program, call, dtype)
-        return [there, self._backwards(program, call, dtype, (True,) * len(program.loop.emitted))]
+        call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
+        there = self._forwards(program, call, state.dtype)
+        return [there, self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))]
 
     def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
         def source() -> Source:
@@ -167,6 +167,13 @@ class Writer(Kernel):
                         f"{program.graph.name} {what[0]}", source(), program.loop.builder, dtype
                     )
         return program.made[key]
+
+
+def tf32() -> bool:
+    """Whether the user lets products of float32 be those of TF32, in either of the ways in which torch is told so."""
+    matmul: Any = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", "none")
+    return matmul.allow_tf32 if precision == "none" else precision == "tf32"
 
 
 def _common(program: Program, constants: list[Tensor], inputs: list[Any], state: list[Tensor]) -> dict[Buffer, Tensor]:
