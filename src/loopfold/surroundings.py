@@ -111,6 +111,7 @@ class _Same:
 
 
 _PLAIN = {int, bool, str, bytes, complex, types.NoneType, torch.dtype, torch.device, torch.Size, range, types.CodeType}
+_WHOLE = {torch.int64, torch.int32}
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SEEDS = {
@@ -168,8 +169,9 @@ class _Walk:
             if tensor is not None:
                 found.append(key)
                 if self._meet(tensor):
-                    found.append(None if nn.parameter.is_lazy(tensor) else (tensor.shape, tensor.dtype, tensor.layout))
-                    if tensor.dim() and not (tensor.is_floating_point() or tensor.is_complex()):  # it may be an index
+                    lazy = nn.parameter.is_lazy(tensor)
+                    found.append(None if lazy else (tensor.shape, tensor.dtype, tensor.layout))
+                    if not lazy and tensor.dim() and tensor.dtype in _WHOLE:  # it may be an index
                         found += (_Same(tensor), None if tensor.is_inference() else tensor._version)
         for key, value in list(vars(part).items()):  # other threads may be setting some
             if key not in _OF_TORCH:
