@@ -1232,7 +1232,12 @@ def test_an_index_that_changes_is_seen() -> None:
     check()
     cell.load_state_dict({**other, "order": torch.tensor([0, 0, 0, 1, 1])})
     check()
-    cell.order[2] = 7
+    with torch.inference_mode():
+        unseen = torch.tensor([4, 3, 2, 1, 0])
+    cell.order = unseen
+    with pytest.raises(ValueError, match="aten.index has no kernel"):
+        lf.unfold(cell, x, engine=lf.FusedCPU())
+    cell.order = torch.tensor([0, 1, 7, 2, 3])
     with pytest.raises(ValueError, match="FusedCPU cannot run Unitary: aten.index has no kernel"):
         lf.unfold(cell, x, engine=lf.FusedCPU())
     with pytest.raises((IndexError, ValueError), match="out of"):

@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):
         v, dim, at = args if _name(func) == "index_select" else (args[0], *_only_one(args[1]))
         if at is None or id(at) not in self.own or at.dim() != 1 or at.dtype not in (torch.int64, torch.int32):
             return func, args
+        if self.own[id(at)].is_inference():  # a change of its numbers would not be seen
+            return func, args
         with no_dispatch():
             numbers = self.own[id(at)].tolist()
         size = v.shape[dim]
