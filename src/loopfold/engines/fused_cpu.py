@@ -27,7 +27,8 @@ from loopfold.stepgraph.graph import Unsound
 from loopfold.stepgraph.loop import Builder, Value
 
 if TYPE_CHECKING:
-    from loopfold.engines.native import Code, Shape
+    from loopfold.engines.native import Code
+    from loopfold.engines.rows import Shape
 
 OPTIMISE = 3  # how long LLVM thinks about a kernel, from 0 to 3
 
@@ -109,7 +110,8 @@ class _Fused(Written):
         return "\n".join([f"; {self.name}", *buffers, code.code])
 
     def _code(self, tile: int) -> "tuple[Shape, Code]":
-        from loopfold.engines.native import Shape, write
+        from loopfold.engines.native import write
+        from loopfold.engines.rows import Shape
 
         shape = Shape(tile, "float" if self.dtype == torch.float32 else "double", _machine())
         return shape, write(self.source, shape)
@@ -229,7 +231,7 @@ def _openmp() -> Any:
 def _machine() -> Any:
     from llvmlite import binding
 
-    from loopfold.engines.native import Machine
+    from loopfold.engines.rows import Machine
 
     features = binding.get_host_cpu_features()
     if features.get("avx512f"):
