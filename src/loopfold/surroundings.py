@@ -111,7 +111,7 @@ class _Same:
 
 
 _PLAIN = {int, bool, str, bytes, complex, types.NoneType, torch.dtype, torch.device, torch.Size, range, types.CodeType}
-_WHOLE = {torch.int64, torch.int32}
+INDICES = {torch.int64, torch.int32}  # dtypes of buffers whose numbers a trace may fix
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SEEDS = {
@@ -171,7 +171,7 @@ class _Walk:
                 if self._meet(tensor):
                     lazy = nn.parameter.is_lazy(tensor)
                     found.append(None if lazy else (tensor.shape, tensor.dtype, tensor.layout))
-                    if not lazy and tensor.dim() and tensor.dtype in _WHOLE:  # it may be an index
+                    if not lazy and tensor.dim() and tensor.dtype in INDICES:
                         found += (_Same(tensor), None if tensor.is_inference() else tensor._version)
         for key, value in list(vars(part).items()):  # other threads may be setting some
             if key not in _OF_TORCH:

@@ -27,7 +27,7 @@ from loopfold.engines.base import Recurrence
 from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
 from loopfold.states import State, detached, leaves, parted, rebuild
-from loopfold.stepgraph.aten import aten
+from loopfold.stepgraph.aten import aten, op_name
 from loopfold.stepgraph.graph import Unsound
 from loopfold.surroundings import fingerprint
 
@@ -252,7 +252,7 @@ class _RoundedOtherwise(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        op = func._schema.name.rpartition("::")[2]
+        op = op_name(func)
         if func.is_view or func._schema.is_mutable or aten(op).moves or op in _PICKING:
             return result
         return tree_map_only(Tensor, partial(_nearby, roundings=2), result)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from torch._ops import OpOverload
+
 
 class Product(Enum):
     """How an operation multiplies two of the tensors that it reads."""
@@ -133,3 +135,8 @@ def aten(op: str) -> Aten:
     (<Product.ROWS: 'rows [batch, k] by a matrix [k, m]'>, False)
     """
     return _KNOWN.get(op, Aten())
+
+
+def op_name(func: OpOverload) -> str:
+    """torch's operation by its name alone, whatever the overload."""
+    return func._schema.name.rpartition("::")[2]

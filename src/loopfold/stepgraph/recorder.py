@@ -16,9 +16,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from loopfold.stepgraph.aten import op_name
 from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.pick import PICK
 from loopfold.stepgraph.surrogate import SURROGATE
+from loopfold.surroundings import INDICES
 
 aten = torch.ops.aten
 
@@ -79,7 +81,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = stood(self.fakes, args), stood(self.fakes, kwargs or {})
         if func.namespace == "prim":  # a question about a tensor, such as its device
             return func(*args, **kwargs)
-        op = _name(func)
+        op = op_name(func)
         if op == "lift_fresh" and not args[0].dim():  # torch.tensor(0.5)
             with no_dispatch():
                 number = args[0].item()
@@ -97,8 +99,8 @@ class Recorder(TorchDispatchMode):
 
     def _picked(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
         """Indexing by a buffer of whole numbers, as an operation with those numbers; other indexing as it is."""
-        v, dim, at = args if _name(func) == "index_select" else (args[0], *_only_one(args[1]))
-        if at is None or id(at) not in self.own or at.dim() != 1 or at.dtype not in (torch.int64, torch.int32):
+        v, dim, at = args if op_name(func) == "index_select" else (args[0], *_only_one(args[1]))
+        if at is None or id(at) not in self.own or at.dim() != 1 or at.dtype not in INDICES:
             return func, args
         if self.own[id(at)].is_inference():  # a change of its numbers would not be seen
             return func, args
@@ -119,14 +121,14 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         inputs = tuple(self.lookup(a) for a in args), {k: self.lookup(v) for k, v in kwargs.items()}
         written = _SAFE.get(func, func)
-        new = self._record(_name(written), written, inputs, result)
+        new = self._record(op_name(written), written, inputs, result)
         if func._schema.arguments and func._schema.arguments[0].alias_info is not None:
             for index, part in enumerate(result) if isinstance(result, list | tuple) else [(None, result)]:
                 if part is not args[0]:
                     self.views[id(part)] = _View(args[0], func, args[1:], kwargs, index)
                     self.parts.setdefault(id(args[0]), []).append(part)
         reads = [n for n in new[:1] for n in n.inputs()]
-        if _name(func) in _NEW or all(n in self.plain for n in reads):
+        if op_name(func) in _NEW or all(n in self.plain for n in reads):
             self.plain.update(new)
         return result
 
@@ -185,7 +187,7 @@ class Recorder(TorchDispatchMode):
 
     def _update(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An update in place, as a new value that its tensor stands for from now on."""
-        op = _name(func)
+        op = op_name(func)
         target = self._changed(func, args, kwargs)
         new = self._new_value(func, target, args, kwargs)
         func(*args, **kwargs)  # raises the error of an update that torch does not allow
@@ -203,7 +205,7 @@ class Recorder(TorchDispatchMode):
 
     def _changed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The tensor that is updated: one that the step has made itself."""
-        op, arguments = _name(func), func._schema.arguments
+        op, arguments = op_name(func), func._schema.arguments
         named = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
         changed = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         if len(changed) != 1 or not isinstance(changed[0], Tensor) or torch.Tag.inplace_view in func.tags:
@@ -227,7 +229,7 @@ class Recorder(TorchDispatchMode):
 
     def _new_value(self, func: OpOverload, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What an update gives, by an operation that gives a new tensor."""
-        op = _name(func)
+        op = op_name(func)
         if op == "zero_":
             return self.take(aten.zeros_like.default, target)
         if op in ("fill_", "copy_") and not (isinstance(args[1], Tensor) and args[1].dim()):
@@ -280,7 +282,7 @@ class Recorder(TorchDispatchMode):
 
     def _put(self, view: _View, whole: Tensor, part: Tensor, op: str) -> Tensor:
         """`whole`, with `part` where the view is."""
-        name, args = _name(view.func), view.args
+        name, args = op_name(view.func), view.args
         if name in ("view", "_unsafe_view", "unsqueeze", "squeeze", "alias", "_reshape_alias"):
             return self.take(aten.reshape.default, part, whole.shape)
         if name == "detach" and self.lookup(whole) in self.plain:  # new tensors come with one
@@ -324,7 +326,7 @@ class Recorder(TorchDispatchMode):
 
     def _draw(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Random numbers: drawn before the loop, for every step, as `Sequential` would draw them."""
-        op = _name(func)
+        op = op_name(func)
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
             raise Refusal("it draws random numbers from a generator of its own. Use torch's: leave out generator=.")
         if op.rstrip("_") in _OF_INTEGERS:
@@ -387,10 +389,6 @@ def _only_one(at: list[Tensor | None]) -> tuple[int, Tensor | None]:
     return found[0] if len(found) == 1 else (0, None)
 
 
-def _name(func: OpOverload) -> str:
-    return func._schema.name.rpartition("::")[2]
-
-
 @cache
 def _functional(func: OpOverload) -> OpOverload | None:
     """The operation that gives as a new tensor what `func` writes into one."""
@@ -398,7 +396,7 @@ def _functional(func: OpOverload) -> OpOverload | None:
     def signature(op: OpOverload) -> list[tuple[str, str]]:
         return [(a.name, str(a.type)) for a in op._schema.arguments if a.name != "out"]
 
-    packet = getattr(aten, _name(func).removesuffix("_"), None)
+    packet = getattr(aten, op_name(func).removesuffix("_"), None)
     if packet is None:
         return None
     named = [getattr(packet, name) for name in packet.overloads()]
