@@ -152,18 +152,24 @@ def test_a_graph_of_cuda_can_capture_a_run_with_its_way_back() -> None:
     torch.testing.assert_close(replayed, (x.grad, cell.W.grad))
 
 
+def side_by_side(runs: list[tuple[nn.Module, Tensor]], engine: lf.Engine, times: int) -> list[list[Tensor]]:
+    """What each run gives, so many times, each on a stream of its own."""
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in runs]
+    found: list[list[Tensor]] = [[] for _ in runs]
+    for _ in range(times):
+        for stream, (cell, x), results in zip(streams, runs, found, strict=True):
+            with torch.cuda.stream(stream), torch.no_grad():
+                results.append(lf.unfold(cell, x, engine=engine).hidden)
+    torch.cuda.synchronize()
+    return found
+
+
 def test_runs_on_several_streams_are_equal_bit_for_bit() -> None:
     cells = [lf.LSTM(8, 256).cuda().bfloat16() for _ in range(2)]
     x = torch.randn(50, 16, 8).cuda().bfloat16()
     alone = [lf.unfold(cell, x, engine=lf.FusedGPU()).hidden.detach() for cell in cells]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in cells]
-    found: list[list[Tensor]] = [[] for _ in cells]
-    for _ in range(200):
-        for stream, cell, results in zip(streams, cells, found, strict=True):
-            with torch.cuda.stream(stream), torch.no_grad():
-                results.append(lf.unfold(cell, x, engine=lf.FusedGPU()).hidden)
-    torch.cuda.synchronize()
+    found = side_by_side([(cell, x) for cell in cells], lf.FusedGPU(), 200)
     assert all(torch.equal(one, expected) for results, expected in zip(found, alone, strict=True) for one in results)
 
 
@@ -286,14 +292,7 @@ def test_replayed_graphs_on_several_streams() -> None:
     cell, x = lf.LSTM(8, 64).cuda().double(), torch.randn(50, 16, 8).cuda().double()
     xs = [x * scale for scale in (1, 2, 3)]
     alone = [lf.unfold(cell, x, engine=lf.Sequential()).hidden.detach() for x in xs]
-    streams = [torch.cuda.Stream() for _ in xs]
-    torch.cuda.synchronize()
-    found: list[list[Tensor]] = [[] for _ in xs]
-    for _ in range(30):
-        for stream, x, results in zip(streams, xs, found, strict=True):
-            with torch.cuda.stream(stream), torch.no_grad():
-                results.append(lf.unfold(cell, x, engine=lf.Looped()).hidden)
-    torch.cuda.synchronize()
+    found = side_by_side([(cell, x) for x in xs], lf.Looped(), 30)
     for results, expected in zip(found, alone, strict=True):
         for one in results:
             torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-9)

@@ -121,16 +121,20 @@ def run(
     torch.manual_seed(3)  # each engine draws the same numbers
     found = lf.unfold(cell, x, state=start, lengths=lengths, engine=engine)
     states = leaves(found.last if last else found.states)
+    results = {f"states {i}": leaf.detach() for i, leaf in enumerate(leaves(found.states))}
+    sources = {"x": x, **{f"start {i}": s for i, s in enumerate(start)}, **dict(cell.named_parameters())}
+    return results | gradients_of(states, parts, sources)
+
+
+def gradients_of(results: list[Tensor], parts: int, sources: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of a loss on some of the results: those whose bit is set in `parts`."""
     weights = torch.Generator().manual_seed(5)
-    chosen = [leaf for i, leaf in enumerate(states) if parts >> i & 1] or states[:1]
+    chosen = [leaf for i, leaf in enumerate(results) if parts >> i & 1] or results[:1]
     loss = sum((v * torch.randn(v.shape, generator=weights).to(v)).sum() for v in chosen)
     assert isinstance(loss, Tensor)
     if loss.requires_grad:
         loss.backward()
-    results = {f"states {i}": leaf for i, leaf in enumerate(leaves(found.states))}
-    sources = {"x": x, **{f"start {i}": s for i, s in enumerate(start)}, **dict(cell.named_parameters())}
-    results |= {f"∇{k}": torch.zeros_like(v) if v.grad is None else v.grad for k, v in sources.items()}
-    return {k: v.detach() for k, v in results.items()}
+    return {f"∇{k}": torch.zeros_like(v) if v.grad is None else v.grad for k, v in sources.items()}
 
 
 @pytest.fixture(scope="module")
