@@ -180,7 +180,7 @@ def _differ(
     """How `ours` differs from `evaluate(*inputs)` by more than rounding explains.
 
     A step may be badly conditioned, or jump, or cancel large terms: then its results spread as widely when its inputs,
-    and all that it computes on the way, are a few roundings off. Whatever lies among those is accepted.
+    and all that it computes on the way, are a few roundings off. Whatever lies about those is accepted.
     """
     theirs = evaluate(*inputs)
     if [a.shape for a in ours] != [b.shape for b in theirs]:
@@ -196,7 +196,9 @@ def _differ(
         around = torch.stack([found[i] for found in spread])
         no_number = around.isnan().any(0)
         around = torch.where(around.isnan(), b, around)  # what is no number nearby says nothing of b
-        inside = (a >= around.amin(0) - margin) & (a <= around.amax(0) + margin)
+        least, most = around.amin(0), around.amax(0)
+        margin = margin + (most - least)  # one more of so few draws often lies a little outside of them
+        inside = (a >= least - margin) & (a <= most + margin)
         inside |= (a.isnan() & no_number) | (a == b)
         if not bool(inside.all()):
             at = tuple((~inside).nonzero()[0].tolist())
