@@ -12,7 +12,9 @@ from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, Kind
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in prelude.cuh
-_OWN = {"tanh": "tanh_fast({0})", "sigmoid": "sigmoid_fast({0})"}  # functions of prelude.cuh in place of CUDA's
+# Functions of prelude.cuh in place of CUDA's
+_OWN = {name: f"{name}_fast({{0}})" for name in ("tanh", "sigmoid")}
+_OWN |= {name: f"to_{name}({{0}})" for name in ("bfloat16", "float16")}
 
 
 class Own(NamedTuple):

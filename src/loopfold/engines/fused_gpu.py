@@ -50,7 +50,12 @@ class FusedGPU(Engine):
         if torch.version.hip is not None or torch.cuda.get_device_capability(leaf.device) < OLDEST:
             return f"it needs an NVIDIA GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or more."
         reason = compiled_refusal(recurrence) or problem(leaf.device)
-        return self._writer().misfit(recurrence) if reason is None else reason
+        if reason is not None:
+            return reason
+        dtype = program_of(recurrence).program.loop.dtype
+        return (
+            self._writer().misfit(recurrence) if dtype in FORMATS else f"its loop is of {dtype}, which has no kernel."
+        )
 
     def run(self, recurrence: Recurrence) -> State:
         return run_compiled(self, self._writer(), recurrence)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.casts import with_casts
 from loopfold.engines.base import Engine
 from loopfold.engines.programs import Program
 from loopfold.engines.selfcheck import come_many
@@ -113,7 +114,7 @@ class LoopFunction(torch.autograd.Function):
             found = ctx.kernel.backward(program, call, saved, gs)
             return _collect(program, saved, program.reverse(tuple(g is not None for g in gs)), found, needs)
 
-        with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
+        with torch.no_grad(), with_casts((), saved.state[0].device):
             results = _each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             name = type(ctx.engine).__name__

@@ -71,6 +71,16 @@ DEV u32 both_halves(float a, float b) {
 #endif
   return r;
 }
+DEV float to_bfloat16(float x) {  // two halves are a float32: the number, and zeros
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(x), "f"(0.f));
+  return __uint_as_float(r);
+}
+DEV float to_float16(float x) {
+  float y;
+  asm("{.reg .b16 h; cvt.rn.f16.f32 h,%1; cvt.f32.f16 %0,h;}" : "=f"(y) : "f"(x));
+  return y;
+}
 DEV float half_as_float(u32 h) {
 #if FORMAT == 1
   return __uint_as_float(h << 16);

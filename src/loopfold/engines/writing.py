@@ -133,8 +133,9 @@ class Writer(Kernel):
         if not program.loop.emitted:
             return []
         call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
-        there = self._forwards(program, call, state.dtype)
-        return [there, self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))]
+        dtype = program.loop.dtype
+        there = self._forwards(program, call, dtype)
+        return [there, self._backwards(program, call, dtype, (True,) * len(program.loop.emitted))]
 
     def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
         def source() -> Source:
