@@ -17,7 +17,7 @@ from loopfold.stepgraph.trace import Given
 
 
 def settled(record: Callable[..., StepGraph], f: Step, given: Given, ends: bool) -> tuple[StepGraph, bool]:
-    """The graph of all steps, by `trace` or `retrace`; and whether the first computes otherwise, and is not one of them.
+    """The graph of all steps, by `trace` or `retrace`; and whether the first computes otherwise, so is none of them.
 
     `ends`: sequences end at steps of their own.
     """
