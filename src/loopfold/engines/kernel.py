@@ -18,6 +18,7 @@ from loopfold.engines.programs import Program
 from loopfold.engines.selfcheck import come_many
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.ops import OPS, ROUNDED
 from loopfold.stepgraph.split import Loop
 
 
@@ -202,6 +203,8 @@ def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) ->
         return [saved.state[k], saved.emitted[k][:-1].flatten(0, 1)]
     if v not in sequences and v.op == "slice":
         return [part[:, v.index : v.index + v.width] for part in _rows(v.args[0], loop, saved, sequences)]
+    if v not in sequences and v.op in ROUNDED.values():
+        return [OPS[v.op].apply(part) for part in _rows(v.args[0], loop, saved, sequences)]
     return [sequences[v].flatten(0, 1)]
 
 

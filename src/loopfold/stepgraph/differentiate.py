@@ -163,6 +163,11 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
     def there(v: Value) -> bool:
         return v.is_leaf or v in emitted or v in kept
 
+    def at_hand(v: Value) -> bool:
+        """For a product of all steps together, which needs no more than to round it."""
+        source = v.args[0] if v.op in ROUNDED.values() else v
+        return there(v) or source.op == "state" or source in emitted or source in kept
+
     def again(v: Value) -> bool:
         if there(v):
             return True
@@ -185,7 +190,7 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
     lefts = {p.left for p in reverse.products}
     compared = {a for v in read if OPS[v.op].exact for a in v.args}  # computed again, it might miss by a bit
     for v in forward:  # arguments first: what is kept early serves what comes later
-        if (v in lefts or v in compared) and not there(v):
+        if (v in lefts and not at_hand(v)) or (v in compared and not there(v)):
             kept[v] = None
         elif v in read:
             keep(v)
