@@ -75,6 +75,14 @@ def test_kernels_agree_under_autocast(make: Callable[[int, int], nn.Module], dty
         test_autocast.assert_agrees(engine, make(4, 17), torch.randn(4, 5, 4), dtype, lengths)
 
 
+def test_products_under_autocast_are_of_half_precision() -> None:
+    """And what is read from an exchange in another way keeps its digits: then all of the exchange is float32."""
+    for cell, format in ((lf.LSTM(4, 17), 1), (zoo.DeepTransition(4, 17), 1), (zoo.Sliced(4, 17), 0)):
+        with torch.autocast("cpu", torch.bfloat16):
+            text = APART.code(lf.unfolding.checked(cell, torch.randn(4, 5, 4), None, None, None))
+        assert text.count(f"#define FORMAT {format}\n#define STORED 0\n") == 2
+
+
 class Deaf(lf.Transition):
     """Several states and no input; one of a single number, and one whose parts change places."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import compiled_refusal, run_compiled
 from loopfold.engines.cuda import CudaCode, write_cuda
-from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan
+from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan, planned
 from loopfold.engines.cuda_values import FORMATS
 from loopfold.engines.kernel import Call
 from loopfold.engines.programs import alone, program_of
@@ -231,7 +231,7 @@ class _Kernel:
             pointers[i] = t.data_ptr()
         for i, b in self.made:
             pointers[i] = buffers[b].data_ptr()
-        matrices = {b: buffers[b].to(device) for _, b in self.matrices}
+        matrices = {b: buffers[b].to(device, self.code.plan.dtype) for _, b in self.matrices}
         for i, b in self.matrices:
             pointers[i] = matrices[b].data_ptr()
         strides = [matrices[b].stride() for b, _ in self.strides]
@@ -305,7 +305,7 @@ def choose(
         for blocks in (1, 2, 4, 8, 16, 32, 64, 128):
             if blocks > about.multi_processor_count:
                 break
-            plan = Plan(source, builder, dtype.itemsize, Geometry(blocks, rows, warps), exact)
+            plan = planned(source, builder, dtype, Geometry(blocks, rows, warps), exact)
             pairs = max(plan.pairs(v.width) for v in plan.values())
             if plan.shared_bytes <= about.shared_memory_per_block_optin and pairs <= 4:
                 found.append((_microseconds(plan, batch, about.multi_processor_count), plan.geometry))
