@@ -1,5 +1,6 @@
 """torch.autocast, as it is around a call: what it was told, without it, and with it again at another place."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -15,7 +16,9 @@ def casts(device: torch.device) -> Casts:
     ...     casts(torch.device("cpu"))
     (('cpu', torch.bfloat16),)
     """
-    on = [kind for kind in _kinds(device) if torch.is_autocast_enabled(kind)]
+    if not torch._C._is_any_autocast_enabled():  # as is usual, and asked at every call
+        return ()
+    on = [kind for kind in _kinds(device.type) if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
@@ -30,12 +33,12 @@ def with_casts(wanted: Casts, device: torch.device) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for kind in _kinds(device):
+        for kind in _kinds(device.type):
             dtype = dict(wanted).get(kind)
             stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False))
         yield
 
 
-def _kinds(device: torch.device) -> list[str]:
-    kinds = dict.fromkeys(("cpu", device.type))
-    return [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+@functools.cache
+def _kinds(kind: str) -> list[str]:
+    return [k for k in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(k)]

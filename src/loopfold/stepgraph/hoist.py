@@ -36,7 +36,7 @@ from loopfold.stepgraph.graph import (
     sizes_of,
 )
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.moves import broadcast, size_of
+from loopfold.stepgraph.moves import broadcast, cut_of, size_of
 from loopfold.stepgraph.ops import ROUNDED
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
@@ -197,13 +197,21 @@ class _Hoist:
         arguments = [self.argument(a) for a in node.args]
         if is_pointwise(node):
             pairs = zip(node.args, arguments, strict=True)
-            arguments = [self.broadcast(a, v, node.shape) if isinstance(a, Node) else v for a, v in pairs]
+            arguments = [self._beside(a, v, node) if isinstance(a, Node) else v for a, v in pairs]
         if node.dtype == torch.bool and known.truth is not Truth.SAME and not (own is not None and own.truth):
             if known.truth is Truth.UNKNOWN:
                 raise Refusal(f"aten.{node.op} of truth values has no kernel.")
             arguments = [self._numbers(a) for a in arguments]
             return self.condition(rule(self, node, *arguments, **dict(node.kwargs)))
         return self._rounded(node, rule(self, node, *arguments, **dict(node.kwargs)))
+
+    def _beside(self, a: Node, v: Any, node: Node) -> Any:
+        """The value of a node, as torch lays it beside others: in their shape, and one number also in their dtype."""
+        v = self.broadcast(a, v, node.shape)
+        op = None if node.dtype == self.dtype else ROUNDED.get(node.dtype)  # type: ignore[arg-type]
+        if op is None or a.dtype == node.dtype or not is_floating(a) or a.op == "number":
+            return v
+        return self.builder.make(op, self.row(v))
 
     def _rounded(self, node: Node, value: Any) -> Any:
         """What torch computes for a node of a narrower dtype: it rounds each result once. What only moves is so."""
@@ -315,7 +323,7 @@ class _Hoist:
 
     def input_node(self, node: Node) -> Value:
         """A node that depends on x alone, as a sequence; parts of a node are cut from the whole."""
-        cut = _cut_of(node)
+        cut = cut_of(node)
         if cut is not None:
             parent, start = cut
             return self.builder.slice(self.input_node(parent), start, node.shape[1])
@@ -395,21 +403,3 @@ def _terms(v: Value) -> list[Value]:
 
 def _constant(v: Value) -> int:
     return v.index[0] if v.op == "matmul" else v.index
-
-
-def _cut_of(node: Node) -> tuple[Node, int] | None:
-    """(whole, start) where `node` is a part of the features of another node."""
-    if len(node.shape) != 2 or node.shape[0] != BATCH:
-        return None
-    if node.op == "getitem" and node.args[0].op in ("split", "split_with_sizes"):
-        whole, sizes, *dim = node.args[0].args
-        if (dim or [0])[0] not in (-1, 1) or len(whole.shape) != 2:
-            return None
-        return whole, node.args[1] * sizes if isinstance(sizes, int) else sum(sizes[: node.args[1]])
-    if node.op == "slice" and len(node.args) >= 3 and node.args[1] in (-1, 1) and node.args[4:] in ((), (1,)):
-        return node.args[0], _wrap(node.args[2] or 0, node.args[0].shape[1])
-    return None
-
-
-def _wrap(start: int, size: int) -> int:
-    return max(0, start + size) if start < 0 else start
