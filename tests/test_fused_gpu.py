@@ -259,10 +259,10 @@ def test_kernels_compile_for_every_architecture(architecture: str) -> None:
             for text in APART.code(recurrence).split(f"// {type(cell).__name__} ")[1:]:
                 assert driver._nvrtc(f"// {text}", driver.PRELUDE.read_text(), architecture)
     for dtype in (torch.bfloat16, torch.float16):
-        for cell in (lf.GRU(4, 40), zoo.Sliced(4, 40)):
+        for mixed in (lf.GRU(4, 40), zoo.Sliced(4, 40)):
             with torch.autocast("cpu", dtype):
-                code = APART.code(lf.unfolding.checked(cell, torch.randn(4, 5, 4), None, None, None))
-            for text in code.split(f"// {type(cell).__name__} ")[1:]:
+                code = APART.code(lf.unfolding.checked(mixed, torch.randn(4, 5, 4), None, None, None))
+            for text in code.split(f"// {type(mixed).__name__} ")[1:]:
                 assert driver._nvrtc(f"// {text}", driver.PRELUDE.read_text(), architecture)
 
 

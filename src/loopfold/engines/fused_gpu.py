@@ -36,7 +36,7 @@ class FusedGPU(Engine):
     series, reductions over features, and unequal lengths; the weights must fit into the registers and the shared memory
     of the GPU. Kernels are kept on disk, as those of `FusedCPU`. Agrees with `Sequential` to rounding: sums are float32
     and taken in another order; products of float32 are exact to 2e-6, or TF32 where
-    `torch.backends.cuda.matmul.allow_tf32` says so.
+    `torch.backends.cuda.matmul.allow_tf32` says so. Under torch.autocast, products are of its dtype.
     """
 
     def refusal(self, recurrence: Recurrence) -> str | None:
