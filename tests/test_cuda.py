@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_autocast
 import test_fused_gpu
 import torch
 import zoo
@@ -73,11 +74,39 @@ def test_fused_kernels_in_half_precision(make: Callable[[int, int], nn.Module], 
     assert max(errors(ours, truth).values()) <= 2 * max(errors(theirs, truth).values())
 
 
-def _everything(cell: nn.Module, x: Tensor, lengths: list[int] | None, engine: lf.Engine) -> dict[str, Tensor]:
-    """States and all gradients, for a loss that uses every state."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [*SMOOTH, test_fused_gpu.linear], ids=lambda m: m.__name__)
+def test_engines_agree_under_autocast(make: Callable[[int, int], nn.Module], dtype: torch.dtype) -> None:
+    """Among steps of half precision a result between two neighbours may go to either, and later ones follow it."""
+    if make is zoo.Clockwork:  # torch.lerp takes one dtype only
+        return
+    for n, tau, batch, unequal in ((17, 9, 11, True), (64, 30, 16, False)):
+        cell, x = make(4, n).cuda(), torch.randn(tau, batch, 4).cuda()
+        lengths = [1 + (7 * i) % tau for i in range(batch)] if unequal else None
+        truth = _everything(copy.deepcopy(cell).double(), x.double(), lengths, lf.Sequential())
+        theirs = _everything(cell, x, lengths, lf.Sequential(), dtype)
+        bound = 2 * max(errors(theirs, truth).values())
+        for engine in (lf.Looped(), lf.FusedGPU()):
+            ours = _everything(cell, x, lengths, engine, dtype)
+            assert {k: error for k, error in errors(ours, truth).items() if not error <= bound} == {}
+
+
+def test_small_increments_are_not_lost_under_autocast() -> None:
+    cell = test_autocast.Plain(lambda f, h, x: 0.9995 * h + x).cuda()
+    x = torch.full((2000, 2, 5), 2.0**-12).cuda()
+    for engine in (lf.Looped(), lf.FusedGPU()):
+        ours, theirs = (_everything(cell, x, None, e, torch.bfloat16) for e in (engine, lf.Sequential()))
+        assert max(errors(ours, theirs).values()) <= 1e-5
+
+
+def _everything(
+    cell: nn.Module, x: Tensor, lengths: list[int] | None, engine: lf.Engine, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """States and all gradients, for a loss that uses every state; with a dtype, under autocast to it."""
     cell.zero_grad()
     x = x.detach().clone().requires_grad_()
-    run = lf.unfold(cell, x, lengths=lengths, engine=engine)
+    with torch.autocast("cuda", dtype, enabled=dtype is not None):
+        run = lf.unfold(cell, x, lengths=lengths, engine=engine)
     states = {f"states {i}": leaf for i, leaf in enumerate(leaves(run.states))}
     weights = torch.Generator().manual_seed(5)
     losses = [(v.double() * torch.randn(v.shape, generator=weights).to(v.device)).sum() for v in states.values()]

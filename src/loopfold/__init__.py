@@ -6,11 +6,13 @@ The modules in the order in which data flows; each imports only from those above
     files            a file is written as a whole or not at all
     undoing          how the contents of lists, modules, sources of random numbers, … are read, compared and put back
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
+    casts            torch.autocast around a call: what it was told, without it, with it again
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph        the step as data: graph; surrogate, pick, recorder, functions, trace; aten (what is known of
                      torch's operations), moves (where they put numbers); ops and loop (the loop's own language),
-                     recipes, rules (from one to the other), rowwise, dependence, split, hoist, differentiate, verify
+                     settled (one graph for all steps), recipes, rules (from one to the other), rowwise, dependence,
+                     split, hoist, differentiate, verify
     engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, writing, cache (what the
                      next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay, compiled;
                      looped; plan, vectors, picking, rows, native (machine code), fused_cpu; fused_gpu; auto

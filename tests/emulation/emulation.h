@@ -80,6 +80,8 @@ static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float tanh_approximate(float x) { return tanhf(x); }
 static inline float reciprocal(float x) { return 1.f / x; }
 static inline float reciprocal_fast(float x) { return 1.f / x; }
+static inline float to_bfloat16(float x) { const u32 a = __float_as_uint(x); return x != x ? x : __uint_as_float((a + 0x7fff + ((a >> 16) & 1)) & 0xffff0000u); }
+static inline float to_float16(float x) { return (float)(_Float16)x; }
 #if FORMAT == 2
 static inline float half_as_float(u32 h) { _Float16 x; u16 s = h; memcpy(&x, &s, 2); return (float)x; }
 static inline u32 half_of(float a) { _Float16 x = (_Float16)a; u16 s; memcpy(&s, &x, 2); return a != a ? 0x7fff : s; }

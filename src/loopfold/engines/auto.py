@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loopfold.casts import casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.fused_gpu import FusedGPU
@@ -132,6 +133,8 @@ def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
     leaf = leaves(recurrence.state)[0]
     dtype = str(leaf.dtype).removeprefix("torch.")
     size = f"τ = {recurrence.steps}, batch {leaf.shape[0]}, {dtype} on {leaf.device}"
+    for _, to in casts(leaf.device):
+        size += f", under autocast to {str(to).removeprefix('torch.')}"
     begin = f"{name_of(recurrence.f)} over {size}"
     reason = engine.refusal(recurrence)
     if reason is not None:

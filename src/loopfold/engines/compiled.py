@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from loopfold.casts import casts, with_casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.draws import Draws, draw, generators, set_generators
 from loopfold.engines.kernel import Call, Kernel, LoopFunction
@@ -34,7 +35,7 @@ from loopfold.engines.selfcheck import (
     step_to_check,
 )
 from loopfold.engines.sequential import Sequential
-from loopfold.states import State, alive, all_leaves, detached, leaves, name_of, rebuild
+from loopfold.states import State, alive, all_leaves, detached, leaves, map_state, name_of, parted, rebuild
 from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
 from loopfold.surroundings import global_hooks
 
@@ -52,8 +53,6 @@ def _refusal(recurrence: Recurrence) -> str | None:
     tensors = recurrence.tensors
     if any(t.is_meta for t in tensors):
         return "it is called on tensors without data."
-    if torch.is_autocast_enabled(parts[0].device.type):
-        return "torch.autocast chooses dtypes operation by operation."
     batches = {leaf.shape[0] for leaf in parts if leaf.dim()}
     if len(batches) != 1 or 0 in batches:
         return "its states have no sequences, or not equally many."
@@ -86,6 +85,8 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     If a check fails, the step is traced again, since something that its trace fixed may have changed unseen; if that
     fails too, `Sequential` runs the recurrence, now and from now on, and says so.
     """
+    if program_of(recurrence).apart:
+        return _first_by_itself(engine, kernel, recurrence)
     doubted: list[int] = []
     like = leaves(recurrence.state)[0]
     draws = program_of(recurrence).program.loop.draws and not _captures(like)
@@ -106,6 +107,17 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         set_generators(like, before)
     _distrust(engine, recurrence, reason)
     return Sequential().run(recurrence)
+
+
+def _first_by_itself(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> State:
+    """The first step as `Sequential` takes it; then the others, which are alike."""
+    first = Sequential().run(recurrence.part(0, 1, recurrence.state))
+    if recurrence.steps == 1:
+        return first
+    state = map_state(lambda leaf: leaf[0], parted(first, recurrence.state)[1])
+    memo = {"program": replace(program_of(recurrence), apart=False)}
+    rest = run_compiled(engine, kernel, replace(recurrence.part(1, recurrence.steps - 1, state), memo=memo))
+    return rebuild(first, [torch.cat(pair) for pair in zip(leaves(first), leaves(rest), strict=True)])
 
 
 def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: list[int]) -> tuple[State, str | None]:
@@ -129,13 +141,13 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     due = watch.due(end - begin, (leaves(states)[0].shape[1], recurrence.lengths is None, record, device))
     if not (due or doubted):
         return states, None
-    t, reason = step_to_check(recurrence, watch.runs), None
+    t, reason, rough = step_to_check(recurrence, watch.runs), None, found.program.graph.roughest
     doubted[:] = dict.fromkeys([*(d for d in doubted if d < recurrence.steps), t, *([0] if watch.runs == 1 else [])])
     try:
         if wait:
-            reason = next(filter(None, (disagreement(recurrence, states, d) for d in doubted)), None)
+            reason = next(filter(None, (disagreement(recurrence, states, d, rough) for d in doubted)), None)
         elif watch.pending is None:  # the answer is read at a later run, so that the CPU does not wait for the GPU
-            watch.ask(agrees_later(recurrence, states, t), t)
+            watch.ask(agrees_later(recurrence, states, t, rough), t)
     except torch.OutOfMemoryError:
         return states, None  # no room to look
     except Exception as error:  # the step itself fails there, and `Sequential` will say how
@@ -143,7 +155,8 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     watch.paid(time.perf_counter() - end)
     if reason is None and wait and record and watch.guards_gradients():
         again, distrust = partial(_run, engine, kernel, found=found), partial(_distrust, engine, recurrence)
-        guard = Guard(recurrence, detached(states), again, watch, distrust, marks_of(recurrence))
+        marks = marks_of(recurrence)
+        guard = Guard(recurrence, detached(states), again, watch, distrust, marks, casts(device), rough)
         states = guarded(guard, states)
     return states, reason
 
@@ -190,7 +203,15 @@ def _run(
     found: Found,
     parameters: Sequence[Tensor] | None = None,
 ) -> State:
-    """Once, before, the loop, after; with the parameters of the step, or with others in their place."""
+    """Run it without autocast, whose casts are operations of the step graph; with its parameters, or with others."""
+    with with_casts((), leaves(recurrence.state)[0].device):
+        return _run_parts(engine, kernel, recurrence, found, parameters)
+
+
+def _run_parts(
+    engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found, parameters: Sequence[Tensor] | None
+) -> State:
+    """Once, before, the loop, after."""
     program = found.program
     loop, graph, tau = program.loop, program.graph, recurrence.steps
     start = leaves(recurrence.state)
@@ -209,7 +230,7 @@ def _run(
     values |= zip(graph.x, xs, strict=True)
     for node in loop.before:
         values[node] = apply(node, values, many)
-    constants = [_as_row(recipe.make(values), start[0]) for recipe in loop.constants]
+    constants = [_as_row(recipe.make(values), start[0], loop.dtype) for recipe in loop.constants]
     if any(len(constant) != k for constant, k in zip(constants, loop.lengths, strict=True)):
         raise Unsound("a row or matrix of what is computed once has another size than the loop reads.")
     inputs = [_sized(r.make(values), many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
@@ -219,7 +240,8 @@ def _run(
     values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
     for node in loop.aside:
         values[node] = apply(node, values, batch)
-    state = [leaf if leaf.dim() == 2 else leaf.reshape(batch, -1) for leaf in (start[i] for i in loop.carried)]
+    rows_before = [start[i].to(graph.state[i].dtype).to(loop.dtype) for i in loop.carried]
+    state = [leaf if leaf.dim() == 2 else leaf.reshape(batch, -1) for leaf in rows_before]
     state += [recipe.make(values) for recipe in loop.contexts]
 
     record = torch.is_grad_enabled() and any(t.requires_grad for t in (*constants, *inputs, *state))
@@ -238,7 +260,8 @@ def _run(
         for k in loop.read_after:
             i = loop.carried[k]
             before = torch.cat([state[k][None], emitted[k][:-1]])
-            values[graph.state[i]] = _alive_or_first(before, recurrence.lengths).reshape(rows, *start[i].shape[1:])
+            before = _alive_or_first(before, recurrence.lengths).reshape(rows, *start[i].shape[1:])
+            values[graph.state[i]] = before.to(graph.state[i].dtype)
         for node in loop.after:
             values[node] = apply(node, values, rows)
     results, returned = [], (*graph.outputs, *graph.results)
@@ -251,8 +274,9 @@ def _run(
             results.append(whole if own else whole.clone())  # x itself is not ours to give away
         else:  # two leaves that are one value have memory of their own
             sequence = emitted[leaf] if loop.leaves.index(leaf) == len(results) else emitted[leaf].clone()
-            shape = (tau, batch, *returned[len(results)].shape[1:])
-            results.append(sequence if sequence.shape == shape else sequence.view(shape))
+            node = returned[len(results)]
+            shape = (tau, batch, *node.shape[1:])
+            results.append((sequence if sequence.shape == shape else sequence.view(shape)).to(node.dtype))
     cut = len(graph.outputs)
     return rebuild(graph.structure, [*results[cut:], *results[:cut]])
 
@@ -271,7 +295,9 @@ def _parameters(recurrence: Recurrence, found: Found) -> list[Tensor]:
 
 
 def _drawn(recurrence: Recurrence, found: Found) -> Draws:
-    return draw(found.program.loop, _given(recurrence, found), recurrence.steps, leaves(recurrence.state)[0])
+    like = leaves(recurrence.state)[0]
+    with with_casts((), like.device):
+        return draw(found.program.loop, _given(recurrence, found), recurrence.steps, like)
 
 
 def _captures(like: Tensor) -> bool:
@@ -283,8 +309,8 @@ def _sized(rows: Tensor, many: int, width: int) -> Tensor:
     return rows if rows.shape == (many, width) else rows.expand(many, width)
 
 
-def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
-    return constant if isinstance(constant, Tensor) else like.new_full((1,), constant)
+def _as_row(constant: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return constant if isinstance(constant, Tensor) else like.new_full((1,), constant, dtype=dtype)
 
 
 def _alive_or_first(sequence: Tensor, lengths: Tensor | None) -> Tensor:

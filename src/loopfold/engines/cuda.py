@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from loopfold.engines.cuda_plan import Geometry, Piece, Plan
+from loopfold.engines.cuda_plan import Geometry, Piece, Plan, planned
 from loopfold.engines.cuda_products import Products
-from loopfold.engines.cuda_values import literal
+from loopfold.engines.cuda_values import FORMATS, literal
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.stepgraph.loop import Builder, Value
 from loopfold.stepgraph.ops import OPS
@@ -42,7 +42,7 @@ def write_cuda(
     source: Source, builder: Builder, dtype: torch.dtype, geometry: Geometry, exact: bool, whole: bool
 ) -> CudaCode:
     """Write the kernel. `exact`: float32 products by three of TF32 each; `whole`: every group has all its sequences."""
-    return _Kernel(Plan(source, builder, dtype.itemsize, geometry, exact), dtype, whole).code()
+    return _Kernel(planned(source, builder, dtype, geometry, exact), dtype, whole).code()
 
 
 class _Kernel(Products):
@@ -175,7 +175,8 @@ class _Kernel(Products):
         )
         lines = [
             f"#define THREADS {geometry.threads}",
-            f"#define FORMAT {self.format}",
+            f"#define FORMAT {FORMATS[plan.dtype]}",
+            f"#define STORED {FORMATS[self.dtype]}",
             '#include "prelude.cuh"',
             f"struct Args {{ char* p[{count}]; long long stride_k[{strides}], stride_f[{strides}];",
             "  const long long* lengths; volatile int* error; int first, last, batch, groups, group; };",

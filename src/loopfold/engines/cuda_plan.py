@@ -8,9 +8,11 @@ product, is exchanged through memory, without any barrier between blocks (see `c
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from loopfold.engines.writing import Source
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.ops import Kind
+from loopfold.stepgraph.ops import ROUNDED, Kind
 
 LOAD = 16  # bytes that a thread loads at once
 CHUNK = 64  # bytes of a row in a chunk: four threads' loads
@@ -84,11 +86,21 @@ class Product:
         return self.features + 4
 
 
-class Plan:
-    """When each value of a step is computed, and what is exchanged."""
+def planned(source: Source, builder: Builder, dtype: torch.dtype, geometry: Geometry, exact: bool) -> "Plan":
+    """The plan of a step. Products of nothing but half precision are computed in it, also in a loop of float32."""
+    if source.products_of is not None:
+        plan = Plan(source, builder, source.products_of, geometry, exact)
+        if plan.keeps_digits():
+            return plan
+    return Plan(source, builder, dtype, geometry, exact and source.products_of is None)  # TF32 has all of their digits
 
-    def __init__(self, source: Source, builder: Builder, bytes_each: int, geometry: Geometry, exact: bool) -> None:
-        self.builder, self.geometry = builder, geometry
+
+class Plan:
+    """When each value of a step is computed, and what is exchanged. `dtype` is that of products and exchanges."""
+
+    def __init__(self, source: Source, builder: Builder, dtype: torch.dtype, geometry: Geometry, exact: bool) -> None:
+        self.builder, self.geometry, self.dtype = builder, geometry, dtype
+        self.bytes = bytes_each = dtype.itemsize
         self.exact = exact and bytes_each == 4  # products of float32 by three of TF32 each
         self.alone = geometry.blocks == 1  # a block that exchanges nothing with others
         self.per_load, self.per_chunk = LOAD // bytes_each, CHUNK // bytes_each
@@ -99,6 +111,7 @@ class Plan:
         self.products: dict[Value, Product] = {}
         self.reductions: list[Value] = []
         self.fetches: set[int] = set()  # stages in which numbers are read that other threads have made
+        self.fetched: list[Exchange] = []  # where they are read from
         self._stages: dict[Value, int] = {}
         self._pieces: dict[Value, list[Piece]] = {}
         self._cuts: dict[tuple[Value, int, int], Value] = {}
@@ -116,6 +129,11 @@ class Plan:
             self._lay_out(exchange)
         self._share_products()
         self._lay_out_shared_memory()
+
+    def keeps_digits(self) -> bool:
+        """Whether what is read from an exchange, but by products, has no more digits than the dtype of the exchange."""
+        rows = [v for x in self.fetched for v in (x.row, *(piece.value for piece in x.pieces))]
+        return all(self.source.halves.row(v) == self.dtype for v in rows)
 
     # ---- parts of rows
 
@@ -187,13 +205,13 @@ class Plan:
         row, start = self.base(v)
         if row in self.after:
             if start or row.width != v.width or not self.in_a_register(row):
-                self._exchange(row)
+                self.fetched.append(self._exchange(row))
                 self.fetches.add(0)
             return 0
         if row in self.given or row.is_leaf:
             return 0
         if self.is_one_of_many(v):
-            self._exchange(row)
+            self.fetched.append(self._exchange(row))
             self.fetches.add(1 + self.stage(row))
             return 1 + self.stage(row)
         if row.op == "matmul":
@@ -206,9 +224,12 @@ class Plan:
         return max((self.stage(a) for a in v.args), default=0)
 
     def _product(self, v: Value) -> int:
-        row, start = self.base(v.args[0])
-        if row not in self.after or not self._at_chunks(row, start, v.args[0].width):
-            row, start = v.args[0], 0
+        operand = v.args[0]
+        if operand.op == ROUNDED.get(self.dtype) and operand not in self.given:
+            operand = operand.args[0]  # to be exchanged is to be rounded
+        row, start = self.base(operand)
+        if row not in self.after or not self._at_chunks(row, start, operand.width):
+            row, start = operand, 0
         if v not in self.products:
             self.products[v] = Product(v, self._exchange(row), start, len(self.products), {})
         return 0 if row in self.after else 1 + max(self.stage(piece.value) for piece in self.pieces(row))

@@ -116,7 +116,7 @@ class Products(Values):
     @property
     def rounds(self) -> bool:
         """Whether numbers of float32 are rounded to TF32; the tensor cores alone would cut them off."""
-        return self.format == 0 and not self.plan.exact
+        return self.plan.bytes == 4 and not self.plan.exact
 
     def _in_shared(self, product: Product, m: str, i: str, half: str) -> str:
         """Where weights lie that do not fit the registers: bytes from the start of shared memory."""
@@ -171,7 +171,7 @@ class Products(Values):
         lines += ["  return -1;", "}", f"DEV u32 lane_{j}(int c, int gq, int tq) {{"]
         for piece in reversed(x.pieces):  # where a lane's 16 bytes begin in a chunk
             own, load = plan.owner_part(piece.value.width), plan.per_load
-            at = f"(tq * {load} / {own} * 8 + gq) * {own * self.bytes} + tq * {load} % {own} * {self.bytes}"
+            at = f"(tq * {load} / {own} * 8 + gq) * {own * plan.bytes} + tq * {load} % {own} * {plan.bytes}"
             lines.append(f"  if (c + {product.start // plan.per_chunk} >= {x.first_chunk[piece.start]}) return {at};")
         self.functions += [*lines, "  return 0;", "}"]
 
@@ -180,10 +180,10 @@ class Products(Values):
         j, kept, tiles = product.index, product.in_registers, product.tiles_of_warp
         rest = product.chunks_of_warp - kept
         matrix = self.buffer(Role.CONSTANT, product.value.index[0])
-        load, step, words = ("given2", 4, 2) if self.bytes == 2 else ("given4", 2, 1)
-        at = f"{matrix} + ((k < 0 ? 0 : k) * A.stride_k[{j}] + (f < 0 ? 0 : f) * A.stride_f[{j}]) * {self.bytes}"
+        load, step, words = ("given2", 4, 2) if self.plan.bytes == 2 else ("given4", 2, 1)
+        at = f"{matrix} + ((k < 0 ? 0 : k) * A.stride_k[{j}] + (f < 0 ? 0 : f) * A.stride_f[{j}]) * {self.plan.bytes}"
         one = f"weight_{j}(A, {matrix}, chunk, k + (part >> 1) * {words}, part & 1 ? f1 : f0)"
-        if self.bytes == 2:
+        if self.plan.bytes == 2:
             one += f" | weight_{j}(A, {matrix}, chunk, k + (part >> 1) * {words} + 1, part & 1 ? f1 : f0) << 16"
         if self.rounds:
             one = f"tf32({one})"

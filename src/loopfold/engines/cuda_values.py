@@ -12,7 +12,9 @@ from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, Kind
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in prelude.cuh
-_OWN = {"tanh": "tanh_fast({0})", "sigmoid": "sigmoid_fast({0})"}  # functions of prelude.cuh in place of CUDA's
+# Functions of prelude.cuh in place of CUDA's
+_OWN = {name: f"{name}_fast({{0}})" for name in ("tanh", "sigmoid")}
+_OWN |= {name: f"to_{name}({{0}})" for name in ("bfloat16", "float16")}
 
 
 class Own(NamedTuple):
@@ -34,7 +36,7 @@ class Values:
 
     def __init__(self, plan: Plan, dtype: torch.dtype, whole: bool) -> None:
         self.plan, self.source, self.geometry, self.whole = plan, plan.source, plan.geometry, whole
-        self.bytes, self.format, self.alone = dtype.itemsize, FORMATS[dtype], plan.alone
+        self.dtype, self.bytes, self.alone = dtype, dtype.itemsize, plan.alone  # of what lies in memory
         self.table: list[Buffer] = []
         self.functions: list[str] = []
         self.owned: dict[int, list[str]] = {}
@@ -248,7 +250,7 @@ class Values:
         at = f"{self.slot(x, step)} + {self._place(x, piece, f'r_{n}', f'u_{n}')}"
         padded = n.w if self.alone else -(-n.w // self.plan.per_load) * self.plan.per_load
         if n.w == 1:
-            zeros = [f"publish({at} + {k * self.bytes}, 0.f, 0.f);" for k in range(2, padded, 2)]
+            zeros = [f"publish({at} + {k * self.plan.bytes}, 0.f, 0.f);" for k in range(2, padded, 2)]
             return f"if (own_{n}) {{ publish({at}, {a}, 0.f); {' '.join(zeros)} }}"
         a = f"(u_{n} < {n.w} ? {a} : 0.f)" if padded > n.w + 1 else a
         b = f"(u_{n} + 1 < {n.w} ? {b} : 0.f)" if padded > n.w or n.w % 2 else b

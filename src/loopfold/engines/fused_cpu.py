@@ -20,7 +20,7 @@ from loopfold.engines import cache
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import compiled_refusal, run_compiled
 from loopfold.engines.kernel import Call
-from loopfold.engines.programs import alone
+from loopfold.engines.programs import alone, program_of
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State, leaves, whole_number
 from loopfold.stepgraph.graph import Unsound
@@ -53,12 +53,15 @@ class FusedCPU(Engine):
         leaf = leaves(recurrence.state)[0]
         if leaf.device.type != "cpu":
             return f"it runs on the CPU and the state is on {leaf.device}."
-        if leaf.dtype not in (torch.float32, torch.float64):
-            pairs = " Write real and imaginary parts, [batch, n, 2]." if leaf.is_complex() else ""
-            return f"it has kernels for float32 and float64, and got {leaf.dtype}.{pairs}"
+        kernels = "it has kernels for float32 and float64, and got"
+        if leaf.is_complex():
+            return f"{kernels} {leaf.dtype}. Write real and imaginary parts, [batch, n, 2]."
         reason = compiled_refusal(recurrence)
         if reason is not None:
             return reason
+        dtype = program_of(recurrence).program.loop.dtype
+        if dtype not in (torch.float32, torch.float64):
+            return f"{kernels} {dtype}."
         try:
             import llvmlite  # noqa: F401
         except ImportError:

@@ -13,7 +13,7 @@ from torch import Tensor
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import compiled_refusal, run_compiled
 from loopfold.engines.cuda import CudaCode, write_cuda
-from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan
+from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan, planned
 from loopfold.engines.cuda_values import FORMATS
 from loopfold.engines.kernel import Call
 from loopfold.engines.programs import Program, alone, program_of
@@ -37,7 +37,7 @@ class FusedGPU(Engine):
     series, reductions over features, and unequal lengths; the weights must fit into the registers and the shared memory
     of the GPU. Kernels are kept on disk, as those of `FusedCPU`. Agrees with `Sequential` to rounding: sums are float32
     and taken in another order; products of float32 are exact to 2e-6, or TF32 where
-    `torch.backends.cuda.matmul.allow_tf32` says so.
+    `torch.backends.cuda.matmul.allow_tf32` says so. Under torch.autocast, products are of its dtype.
     """
 
     def refusal(self, recurrence: Recurrence) -> str | None:
@@ -51,7 +51,12 @@ class FusedGPU(Engine):
         if torch.version.hip is not None or torch.cuda.get_device_capability(leaf.device) < OLDEST:
             return f"it needs an NVIDIA GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or more."
         reason = compiled_refusal(recurrence) or problem(leaf.device)
-        return self._writer().misfit(recurrence) if reason is None else reason
+        if reason is not None:
+            return reason
+        dtype = program_of(recurrence).program.loop.dtype
+        return (
+            self._writer().misfit(recurrence) if dtype in FORMATS else f"its loop is of {dtype}, which has no kernel."
+        )
 
     def run(self, recurrence: Recurrence) -> State:
         _error(leaves(recurrence.state)[0].device)
@@ -231,7 +236,7 @@ class _Kernel:
             pointers[i] = t.data_ptr()
         for i, b in self.made:
             pointers[i] = buffers[b].data_ptr()
-        matrices = {b: buffers[b].to(device) for _, b in self.matrices}
+        matrices = {b: buffers[b].to(device, self.code.plan.dtype) for _, b in self.matrices}
         for i, b in self.matrices:
             pointers[i] = matrices[b].data_ptr()
         strides = [matrices[b].stride() for b, _ in self.strides]
@@ -305,7 +310,7 @@ def choose(
         for blocks in (1, 2, 4, 8, 16, 32, 64, 128):
             if blocks > about.multi_processor_count:
                 break
-            plan = Plan(source, builder, dtype.itemsize, Geometry(blocks, rows, warps), exact)
+            plan = planned(source, builder, dtype, Geometry(blocks, rows, warps), exact)
             pairs = max(plan.pairs(v.width) for v in plan.values())
             if plan.shared_bytes <= about.shared_memory_per_block_optin and pairs <= 4:
                 found.append((_microseconds(plan, batch, about.multi_processor_count), plan.geometry))

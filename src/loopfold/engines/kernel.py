@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.casts import with_casts
 from loopfold.engines.base import Engine
 from loopfold.engines.programs import Program
 from loopfold.engines.selfcheck import come_many
 from loopfold.stepgraph.differentiate import Reverse
 from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.ops import OPS, ROUNDED
 from loopfold.stepgraph.split import Loop
 
 
@@ -117,7 +119,7 @@ class LoopFunction(torch.autograd.Function):
             found = ctx.kernel.backward(program, call, saved, gs)
             return _collect(program, saved, program.reverse(tuple(g is not None for g in gs)), found, needs)
 
-        with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
+        with torch.no_grad(), with_casts((), saved.state[0].device):
             results = _each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             results = once(type(ctx.engine).__name__, results, sources)
@@ -204,6 +206,8 @@ def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) ->
         return [saved.state[k], saved.emitted[k][:-1].flatten(0, 1)]
     if v not in sequences and v.op == "slice":
         return [part[:, v.index : v.index + v.width] for part in _rows(v.args[0], loop, saved, sequences)]
+    if v not in sequences and v.op in ROUNDED.values():
+        return [OPS[v.op].apply(part) for part in _rows(v.args[0], loop, saved, sequences)]
     return [sequences[v].flatten(0, 1)]
 
 

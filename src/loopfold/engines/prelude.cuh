@@ -1,4 +1,5 @@
-// What every generated kernel begins with. FORMAT is 0 for float32, 1 for bfloat16, 2 for float16.
+// What every generated kernel begins with. FORMAT is 0 for float32, 1 for bfloat16, 2 for float16: of products, and of
+// what blocks exchange. STORED is that of all that lies in memory besides: the same, or float32.
 typedef unsigned int u32;
 typedef unsigned short u16;
 
@@ -71,6 +72,16 @@ DEV u32 both_halves(float a, float b) {
 #endif
   return r;
 }
+DEV float to_bfloat16(float x) {  // two halves are a float32: the number, and zeros
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(x), "f"(0.f));
+  return __uint_as_float(r);
+}
+DEV float to_float16(float x) {
+  float y;
+  asm("{.reg .b16 h; cvt.rn.f16.f32 h,%1; cvt.f32.f16 %0,h;}" : "=f"(y) : "f"(x));
+  return y;
+}
 DEV float half_as_float(u32 h) {
 #if FORMAT == 1
   return __uint_as_float(h << 16);
@@ -105,8 +116,7 @@ DEV u32 word(float x) { return x != x ? 0x7fffffffu : __float_as_uint(x); }  // 
 // ---- pairs of numbers in memory
 
 struct Pair { float a, b; };
-#if FORMAT == 0
-#define BYTES 4
+#if STORED == 0
 typedef uint2 Raw;
 DEV Pair decode(Raw v) { return {__uint_as_float(v.x), __uint_as_float(v.y)}; }
 DEV Raw load_pair(const char* p) { return given8(p); }
@@ -114,6 +124,20 @@ DEV Raw load_each(const char* p, bool two) { Raw v; v.x = given4(p); v.y = two ?
 DEV float load_one(const char* p) { return __uint_as_float(given4(p)); }
 DEV void store_pair(char* p, float a, float b) { *(float2*)p = make_float2(a, b); }
 DEV void store_one(char* p, float a) { *(float*)p = a; }
+#else
+typedef u32 Raw;
+DEV Pair decode(Raw v) { return {half_as_float(v & 0xffffu), half_as_float(v >> 16)}; }
+DEV Raw load_pair(const char* p) { return given4(p); }
+DEV Raw load_each(const char* p, bool two) { return (u32)given2(p) | (two ? (u32)given2(p + 2) << 16 : 0u); }
+DEV float load_one(const char* p) { return half_as_float(given2(p)); }
+DEV void store_pair(char* p, float a, float b) { *(u32*)p = both_halves(a, b); }
+DEV void store_one(char* p, float a) { *(u16*)p = (u16)both_halves(a, a); }
+#endif
+
+// ---- and in an exchange
+
+#if FORMAT == 0
+#define BYTES 4
 DEV void publish(char* p, float a, float b) { exchange8(p, word(a), word(b)); }
 DEV void publish(u32 p, float a, float b) { to_shared8(p, __float_as_uint(a), __float_as_uint(b)); }
 DEV float number(u32 w, u32) { return __uint_as_float(w); }
@@ -125,13 +149,6 @@ DEV u32 low(u32 x) {
 }
 #else
 #define BYTES 2
-typedef u32 Raw;
-DEV Pair decode(Raw v) { return {half_as_float(v & 0xffffu), half_as_float(v >> 16)}; }
-DEV Raw load_pair(const char* p) { return given4(p); }
-DEV Raw load_each(const char* p, bool two) { return (u32)given2(p) | (two ? (u32)given2(p + 2) << 16 : 0u); }
-DEV float load_one(const char* p) { return half_as_float(given2(p)); }
-DEV void store_pair(char* p, float a, float b) { *(u32*)p = both_halves(a, b); }
-DEV void store_one(char* p, float a) { *(u16*)p = (u16)both_halves(a, a); }
 DEV void publish(char* p, float a, float b) { exchange4(p, both_halves(a, b)); }
 DEV void publish(u32 p, float a, float b) { to_shared4(p, both_halves(a, b)); }
 DEV float number(u32 w, u32 at) { return half_as_float(at & 2 ? w >> 16 : w & 0xffffu); }
@@ -146,7 +163,7 @@ template <int CHUNKS, int SIZE, int OWN> DEV u32 place(int row, int chunk, int k
 
 // ---- functions that recurrences are full of: to the bits that their format has, without branches or divisions
 
-#if FORMAT == 0
+#if STORED == 0
 DEV float tanh_fast(float x) {
   const float s = x * x, far = 1.f - 2.f * reciprocal_fast(exp2_fast(2.885390082f * fabsf(x)) + 1.f);
   float near = -5.8951364e-3f;  // (tanh x - x) / x³ as a polynomial of x², below 0.6
@@ -155,13 +172,13 @@ DEV float tanh_fast(float x) {
   return copysignf(fabsf(x) < 0.6f ? near * s * x + x : far, x);
 }
 DEV float sigmoid_fast(float x) { return reciprocal(1.f + expf(-x)); }
-#elif FORMAT == 1
+#elif STORED == 1
 DEV float tanh_fast(float x) { return tanh_approximate(x); }  // to 11 bits
 #else
 DEV float tanh_fast(float x) {
   return copysignf(1.f - 2.f * reciprocal_fast(exp2_fast(2.885390082f * fabsf(x)) + 1.f), x);
 }
 #endif
-#if FORMAT
+#if STORED
 DEV float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(-1.442695041f * x)); }
 #endif

@@ -10,13 +10,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from loopfold.casts import casts
 from loopfold.engines.base import EngineWarning, Recurrence
 from loopfold.engines.selfcheck import Watch
 from loopfold.states import State, all_leaves, leaves, map_state, name_of
@@ -24,8 +25,9 @@ from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, Unsound, with_numbers
 from loopfold.stepgraph.hoist import hoist
 from loopfold.stepgraph.loop import Value, ordered
+from loopfold.stepgraph.settled import settled
 from loopfold.stepgraph.split import Loop
-from loopfold.stepgraph.trace import retrace, trace
+from loopfold.stepgraph.trace import Given, retrace, trace
 from loopfold.stepgraph.verify import verify, verify_reverse
 from loopfold.surroundings import fingerprint, only_numbers_differ
 
@@ -83,6 +85,7 @@ class Found:
 
     program: Program
     numbers: tuple[float, ...] = ()
+    apart: bool = False  # the first step is another, since the state has another dtype before it than after it
 
 
 MOST = 16  # programs of one module for one size: a step that is another at every call is better run as it is
@@ -153,7 +156,9 @@ def _sizes(recurrence: Recurrence) -> Any:
     x = tuple((leaf.shape[2:], leaf.dtype) for leaf in recurrence.sequences)
     context = tuple((leaf.shape[1:], leaf.dtype) for leaf in all_leaves(recurrence.context))
     structures = (_types(recurrence.state), _types(recurrence.x), _types(recurrence.context))
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in parts), parts[0].device, x, context, structures
+    device = parts[0].device
+    mixed = casts(device) and (casts(device), recurrence.lengths is None)  # which decides the dtype of a state, too
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in parts), device, x, context, structures, mixed
 
 
 def _find(recurrence: Recurrence) -> Found | str:
@@ -167,7 +172,7 @@ def _find(recurrence: Recurrence) -> Found | str:
         return shelf.found[key]
     shelf.misses += 1
     try:
-        found: Found | str = _make(f, recurrence, shelf, key)
+        found: Found | str = _make(recurrence, shelf, key)
     except Refusal as reason:
         found = str(reason)  # as words, since an exception would keep alive all that it has seen
         shelf.refusals[key[0]] = shelf.refusals.get(key[0], 0) + 1
@@ -188,26 +193,31 @@ def _types(part: State | None) -> Any:
     return (type(part), *map(_types, part)) if isinstance(part, tuple) else part is None
 
 
-def _make(f: nn.Module, recurrence: Recurrence, shelf: _Shelf, key: Any) -> Found:
+def _make(recurrence: Recurrence, shelf: _Shelf, key: Any) -> Found:
     sizes, marks = key
-    x0 = None if recurrence.x is None else map_state(lambda leaf: leaf[0], recurrence.x)
-    given = (x0, recurrence.state, recurrence.context)
     programs = shelf.programs.setdefault(sizes, [])
     if shelf.refusals.get(sizes, 0) >= MOST:
         raise Refusal(TOO_MANY)
     if any(of == sizes and only_numbers_differ(before, marks) for of, before in shelf.found):
-        found = _same_but_for_numbers(programs, retrace(f, *given))
+        graph, apart = _traced(retrace, recurrence)
+        found = _same_but_for_numbers(programs, graph)
         if found is not None:
-            return found
+            return replace(found, apart=apart)
     if len(programs) == MOST:
         raise Refusal(TOO_MANY)
-    graph = trace(f, *given)
+    graph, apart = _traced(trace, recurrence)
     found = _same_but_for_numbers(programs, graph) or next(_generalised(programs, graph), None)
     if found is None:
         found = Found(_compile(graph))
     if found.program not in programs:
         programs.append(found.program)
-    return found
+    return replace(found, apart=apart)
+
+
+def _traced(record: Callable[..., StepGraph], recurrence: Recurrence) -> tuple[StepGraph, bool]:
+    x0 = None if recurrence.x is None else map_state(lambda leaf: leaf[0], recurrence.x)
+    given = Given(recurrence.state, x0, recurrence.context)
+    return settled(record, recurrence.f, given, ends=recurrence.lengths is not None)
 
 
 def _same_but_for_numbers(programs: list[Program], graph: StepGraph) -> Found | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopfold.casts import with_casts
 from loopfold.engines.base import EngineWarning
 from loopfold.engines.driver import new_stream, on_device
 from loopfold.engines.kernel import once
@@ -189,7 +190,7 @@ class _Graph:
 
     def _gradients(self, arrives: tuple[bool, ...], gs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         reached = [t for t, here in zip(self.there.results, arrives, strict=True) if here and t is not None]
-        with torch.autocast(self.sources[0].device.type, enabled=False):
+        with with_casts((), self.sources[0].device):
             return torch.autograd.grad(reached, self.sources, gs, retain_graph=True, allow_unused=True)
 
 

@@ -13,7 +13,7 @@ that running takes.
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from loopfold.casts import Casts, casts, with_casts
 from loopfold.engines.base import Recurrence
 from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
@@ -105,16 +106,19 @@ def step_to_check(recurrence: Recurrence, runs: int) -> int:
     return {1: last - 1, 2: 0}.get(runs, _draw.randrange(last))
 
 
-def disagreement(recurrence: Recurrence, states: State, t: int) -> str | None:
-    """In words, how step t of `states` differs from what `f` gives there; None where it does not."""
-    return _differ(*_compared(recurrence, states, t), f"state({t + 1})")
+def disagreement(recurrence: Recurrence, states: State, t: int, rough: torch.dtype | None = None) -> str | None:
+    """In words, how step t of `states` differs from what `f` gives there; None where it does not.
+
+    `rough` is the dtype of the fewest digits that the step computes with, if that is another than those of its results.
+    """
+    return _differ(*_compared(recurrence, states, t), f"state({t + 1})", rough)
 
 
-def agrees_later(recurrence: Recurrence, states: State, t: int) -> Tensor:
+def agrees_later(recurrence: Recurrence, states: State, t: int, rough: torch.dtype | None) -> Tensor:
     """On a GPU, whether step t agrees within `TOLERANCE`, as a tensor, for which nothing waits."""
     ours, step, inputs = _compared(recurrence, states, t)
     theirs = step(*inputs)
-    return torch.stack(_within(ours, theirs, _margins(theirs, inputs))).all()
+    return torch.stack(_within(ours, theirs, _margins(theirs, inputs, rough))).all()
 
 
 def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tensor], Any, list[Tensor]]:
@@ -124,8 +128,8 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
     alive = None if recurrence.lengths is None else recurrence.alive(t)
 
     def step(*tensors: Tensor) -> list[Tensor]:  # gradients on or off as they are: a step may ask
-        small = one.on(tensors)
-        with _out_of_sight(), replayed(one.draws):
+        small, device = one.on(tensors), tensors[0].device
+        with _out_of_sight(), replayed(one.draws), with_casts(casts(device), device):
             new = [leaf.detach() for leaf in leaves(small.take(small.state, 0))]
         return [_number(leaf if alive is None else where_alive(alive, leaf, 0)) for leaf in new]
 
@@ -175,7 +179,11 @@ def _out_of_sight() -> Any:
 
 
 def _differ(
-    ours: Sequence[Tensor], evaluate: Callable[..., list[Tensor]], inputs: list[Tensor], what: str
+    ours: Sequence[Tensor],
+    evaluate: Callable[..., list[Tensor]],
+    inputs: list[Tensor],
+    what: str,
+    rough: torch.dtype | None,
 ) -> str | None:
     """How `ours` differs from `evaluate(*inputs)` by more than rounding explains.
 
@@ -183,9 +191,9 @@ def _differ(
     and all that it computes on the way, are a few roundings off. Whatever lies about those is accepted.
     """
     theirs = evaluate(*inputs)
-    if [a.shape for a in ours] != [b.shape for b in theirs]:
-        return f"{what} has another size"
-    margins = _margins(theirs, inputs)
+    if [(a.shape, a.dtype) for a in ours] != [(b.shape, b.dtype) for b in theirs]:
+        return f"{what} has another size or dtype"
+    margins = _margins(theirs, inputs, rough)
     if all(map(bool, _within(ours, theirs, margins))):
         return None
     spread = [theirs]
@@ -207,11 +215,13 @@ def _differ(
     return None
 
 
-def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor], rough: torch.dtype | None) -> list[Tensor]:
     """How far each may be off: a share of its largest value, or of a thousandth of the largest of all."""
+    least_share = 0.0 if rough is None else TOLERANCE[rough]
     largest = [_largest(t) for t in theirs]
     least = 1e-3 * torch.stack([*largest, *(_largest(t) for t in inputs if t.is_floating_point())]).amax()
-    return [TOLERANCE.get(b.dtype, 0.0) * size.maximum(least) for b, size in zip(theirs, largest, strict=True)]
+    shares = [max(least_share, TOLERANCE.get(b.dtype, 0.0)) for b in theirs]
+    return [share * size.maximum(least) for share, size in zip(shares, largest, strict=True)]
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -273,6 +283,8 @@ class Guard:
     watch: Watch
     distrust: Callable[[str], None]
     marks: tuple[Any, ...]  # of the step and its tensors, as they were forwards
+    casts: Casts  # of autocast, likewise
+    rough: torch.dtype | None  # as of `disagreement`
 
     def still_holds(self) -> bool:
         """Whether the step is what it was forwards; if not, there is nothing to compare with.
@@ -297,7 +309,7 @@ class Guard:
 
         def gradients(run: Callable[[Recurrence], State], *tensors: Tensor) -> list[Tensor]:
             wanted = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
-            with torch.enable_grad(), _out_of_sight():
+            with torch.enable_grad(), _out_of_sight(), self._forwards():
                 found = zip(leaves(run(part.on(wanted))), weights, arrives, strict=True)
                 loss = sum((leaf * w).sum() for leaf, w, here in found if here)
             sources = [*[t for t in wanted if t.requires_grad], *parameters]
@@ -308,15 +320,19 @@ class Guard:
         inputs = [leaf.detach() for leaf in part.tensors]
         try:
             ours = gradients(self.run, *inputs)
-            return _differ(ours, partial(gradients, _by_definition), inputs, f"a gradient of step {t + 1}")
+            return _differ(ours, partial(gradients, _by_definition), inputs, f"a gradient of step {t + 1}", self.rough)
         except Unsound as fault:
             return str(fault)
+
+    def _forwards(self) -> AbstractContextManager[None]:
+        """While open, autocast is as it was forwards."""
+        return with_casts(self.casts, leaves(self.states)[0].device)
 
     def by_definition(self, incoming: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients of `_roots(recurrence)`, by autograd through the whole sequence."""
         full = self.recurrence
         given = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in full.tensors]
-        with torch.enable_grad(), _out_of_sight():
+        with torch.enable_grad(), _out_of_sight(), self._forwards():
             states = leaves(_by_definition(full.on(given)))
         pairs = [(leaf, g) for leaf, g in zip(states, incoming, strict=True) if g is not None and leaf.requires_grad]
         sources = [t for t in given if t.requires_grad] + _parameters(full)
@@ -364,7 +380,7 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        with torch.autocast(leaves(ctx.guard.states)[0].device.type, enabled=False):  # forwards there was none
+        with with_casts((), leaves(ctx.guard.states)[0].device):
             return _Guarded._back(ctx, incoming)
 
     @staticmethod

@@ -242,6 +242,32 @@ class Vectors:
             p = b.fmul(p, power)
         return p
 
+    def _rounded(self, p: Any, dropped: int) -> Any:
+        """The nearest number that has so many bits fewer than a float32, ties to even; no-numbers as they are."""
+        b = self.b
+        singles, whole = ir.VectorType(ir.FloatType(), self.lanes), ir.VectorType(self.i32, self.lanes)
+
+        def all_lanes(kind: Any, value: Any) -> ir.Constant:
+            return ir.Constant(kind, [value] * self.lanes)
+
+        def integers(value: int) -> ir.Constant:
+            return all_lanes(whole, value)
+
+        x = p if self.single else b.fptrunc(p, singles)
+        bits = b.bitcast(x, whole)
+        sign, size = b.and_(bits, integers(-(1 << 31))), b.and_(bits, integers((1 << 31) - 1))
+        odd = b.and_(b.lshr(size, integers(dropped)), integers(1))
+        up = b.add(size, b.add(odd, integers((1 << (dropped - 1)) - 1)))
+        found = b.and_(up, integers(-(1 << dropped)))
+        if dropped == 13:  # float16 ends at 65504; below 2^-14 its numbers are 2^-24 apart, as float32's from ½ to 1
+            infinite, half = integers(0x7F800000), all_lanes(singles, 0.5)
+            found = b.select(b.icmp_signed(">=", found, integers(0x47800000)), infinite, found)
+            small = b.bitcast(b.fsub(b.fadd(b.bitcast(size, singles), half), half), whole)
+            found = b.select(b.icmp_signed("<", size, integers(0x38800000)), small, found)
+        found = b.bitcast(b.or_(found, sign), singles)
+        found = b.select(b.fcmp_unordered("uno", x, x), x, found)
+        return found if self.single else b.fpext(found, self.vector)
+
     def _sigmoid(self, x: Any) -> Any:
         b, one = self.b, self._splat(1.0)
         return b.fdiv(one, b.fadd(one, self._exp(b.fneg(x))))
@@ -309,6 +335,8 @@ LLVM: dict[str, Callable[..., Any]] = {
     "atan": lambda w, p: w._each_lane("atan", p),
     "erf": lambda w, p: w._each_lane("erf", p),
     "expand": lambda w, p: p,
+    "bfloat16": lambda w, p: w._rounded(p, 16),
+    "float16": lambda w, p: w._rounded(p, 13),
     "detach": lambda w, p: p,
     "surrogate": lambda w, p, q, r: p,
     # reductions join two numbers, or two vectors of them, into one

@@ -17,7 +17,36 @@ from loopfold.engines.base import Recurrence
 from loopfold.engines.kernel import Call, Gradients, Kernel, Saved
 from loopfold.engines.programs import Program, alone, program_of
 from loopfold.states import leaves
-from loopfold.stepgraph.loop import Builder, Value
+from loopfold.stepgraph.loop import Builder, Value, ordered
+from loopfold.stepgraph.ops import ROUNDED
+from loopfold.stepgraph.split import Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """What of a loop in a wider dtype has no more digits than half precision, and which: under torch.autocast, much."""
+
+    states: dict[int, torch.dtype]  # leaves of the state
+    matrices: dict[int, torch.dtype]  # constants
+
+    @staticmethod
+    def of(loop: Loop) -> "Halves":
+        states = {i: node.dtype for i, node in enumerate(loop.graph.state) if node.dtype in ROUNDED}
+        made = {i: {node.dtype for node in recipe.nodes()} for i, recipe in enumerate(loop.constants)}
+        matrices = {i: dtype for i, (dtype, *more) in made.items() if dtype in ROUNDED and not more}
+        return Halves(states, matrices)
+
+    def row(self, v: Value) -> torch.dtype | None:
+        """Of a row of numbers: the dtype that it was rounded to."""
+        if v.op == "state":
+            return self.states.get(v.index)
+        if v.op in ("slice", "cat", "take"):
+            first, *more = {self.row(a) for a in v.args}
+            return None if more else first
+        return _ROUNDS_TO.get(v.op)
+
+
+_ROUNDS_TO = {op: dtype for dtype, op in ROUNDED.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +65,21 @@ class Source:
     given: tuple[Value, ...]
     backwards: bool
     masked: bool  # whether sequences end at steps of their own
+    halves: Halves
 
     @cached_property
     def given_at(self) -> dict[Value, int]:
         """Which of `given` a value is: the first, where it is there twice."""
         return {v: i for i, v in reversed(list(enumerate(self.given)))}
+
+    @cached_property
+    def products_of(self) -> torch.dtype | None:
+        """The dtype of half precision that all products multiply numbers of, rows and matrices; None: not all."""
+        roots = [*self.out, *self.sums, *(after for _, after in self.moves)]
+        products = [v for v in ordered(roots, stop=self.given) if v.op == "matmul" and v not in self.given_at]
+        found = {self.halves.row(v.args[0]) for v in products}
+        found |= {self.halves.matrices.get(v.index[0]) for v in products}
+        return next(iter(found)) if len(found) == 1 else None
 
 
 class Role(Enum):
@@ -133,8 +172,9 @@ class Writer(Kernel):
         if not program.loop.emitted:
             return []
         call = Call(recurrence.steps, state.shape[0], recurrence.lengths, record=True)
-        there = self._forwards(program, call, state.dtype)
-        return [there, self._backwards(program, call, state.dtype, (True,) * len(program.loop.emitted))]
+        dtype = program.loop.dtype
+        there = self._forwards(program, call, dtype)
+        return [there, self._backwards(program, call, dtype, (True,) * len(program.loop.emitted))]
 
     def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
         def source() -> Source:
@@ -142,7 +182,7 @@ class Writer(Kernel):
             kept = program.kept if call.record else ()
             carried = zip(loop.carried, loop.next, strict=True)
             moves = tuple((loop.builder.make("state", width=v.width, index=i), v) for i, v in carried)
-            return Source((*loop.emitted, *kept), moves, (), (), False, call.lengths is not None)
+            return Source((*loop.emitted, *kept), moves, (), (), False, call.lengths is not None, Halves.of(loop))
 
         return self._made(program, call, dtype, ("forward", call.record), source)
 
@@ -152,7 +192,8 @@ class Writer(Kernel):
             moving = enumerate(reverse.moving())
             moves = tuple((loop.builder.make("carry", width=g.width, index=k), g) for k, g in moving)
             sums, given = tuple(g for _, g in reverse.rows), (*loop.emitted, *program.kept)
-            return Source(tuple(reverse.stored()), moves, sums, given, True, call.lengths is not None)
+            masked, halves = call.lengths is not None, Halves.of(loop)
+            return Source(tuple(reverse.stored()), moves, sums, given, True, masked, halves)
 
         return self._made(program, call, dtype, ("backward", arrives), source)
 

@@ -1,8 +1,11 @@
 """What each operation of a step depends on, and what is better computed in the loop all the same."""
 
+import torch
+
 from loopfold.stepgraph.aten import MOVING
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, batch_at, features, needed_for
 from loopfold.stepgraph.moves import size_of, sources_of
+from loopfold.stepgraph.ops import ROUNDED
 from loopfold.stepgraph.rowwise import is_pointwise
 from loopfold.stepgraph.rules import RULES
 
@@ -61,6 +64,26 @@ def closer_to_the_state(graph: StepGraph, depends: dict[Node, str], in_loop: set
             if large or any(depends[n] == "aside" for n in reads):
                 found.append(node)
     return found
+
+
+def loop_dtype(graph: StepGraph, depends: dict[Node, str]) -> torch.dtype:
+    """The dtype of the loop. Of a step in half precision it is float32, if some of the step is, as under autocast."""
+    leaves = {leaf.dtype for leaf in (*graph.state, *graph.outputs)}
+    wide = {dtype for dtype in leaves if dtype not in ROUNDED}
+    if len(wide) > 1 or any(dtype is None or not dtype.is_floating_point for dtype in leaves):
+        raise Refusal(f"its state has {', '.join(sorted(map(str, leaves)))}; a kernel needs one floating dtype.")
+    computed = [node for node in needed_for(list(graph.outputs), set()) if depends[node] == "state"]
+    found = {node.dtype for node in (*computed, *graph.parameters.values()) if is_floating(node)} | leaves
+    if not wide and (torch.float32 in found or len(leaves) > 1):
+        return torch.float32
+    (dtype,) = wide or leaves
+    assert dtype is not None
+    return dtype
+
+
+def is_floating(node: Node) -> bool:
+    """Whether it is one tensor, of floating numbers."""
+    return node.dtype is not None and node.dtype.is_floating_point
 
 
 def _check_draw(graph: StepGraph, node: Node) -> None:

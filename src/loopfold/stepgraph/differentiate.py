@@ -9,10 +9,11 @@ and multiplications give again are computed again; so is one function of a state
 gates) is kept for every step. For an Elman network nothing but h is kept; for an LSTM the four gates are.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.ops import OPS, Again
+from loopfold.stepgraph.ops import OPS, ROUNDED, Again
 from loopfold.stepgraph.split import Loop
 
 
@@ -69,7 +70,9 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
 
     totals: dict[Value, Value] = {}
     products: list[Product] = []
-    for v in reversed(ordered(loop.emitted)):
+    order = ordered(loop.emitted)
+    results = _rounded_results(loop, order)
+    for v in reversed(order):
         if v not in gradients and v not in cuts:
             continue
         parts = gradients.get(v, []) + ([_assemble(b, v.width, cuts[v])] if v in cuts else [])
@@ -85,7 +88,7 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
             products.append(Product(v.index[0], v.args[0], g))
             send(v.args[0], b.make("matmul", g, width=v.args[0].width, index=(v.index[0], True)))
         elif (rule := OPS[v.op].gradient) is not None:
-            for argument, gradient in zip(v.args, rule(b, v, g, *v.args), strict=True):
+            for argument, gradient in zip(v.args, rule(b, results.get(v, v), g, *v.args), strict=True):
                 if gradient is not None:
                     send(argument, gradient)
 
@@ -103,6 +106,18 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
         (i, b.add(b.make("carry", width=g.width, index=k), g)) for k, (i, g) in enumerate(by_context, len(carries))
     )
     return Reverse(carries, inputs, tuple(products), rows, contexts, reached)
+
+
+def _rounded_results(loop: Loop, order: list[Value]) -> dict[Value, Value]:
+    """What gradients read in place of values that are only there to be rounded: torch, too, keeps the rounded one."""
+    uses = Counter(a for v in order for a in v.args)
+    uses.update(loop.emitted)
+    rounded = {v.args[0]: v for v in order if v.op in ROUNDED.values()}
+    return {
+        a: v
+        for a, v in rounded.items()
+        if uses[a] == 1 and a.index is None and a.op not in ROUNDED.values() and not OPS[a.op].exact
+    }
 
 
 def _carrying(loop: Loop, incoming: tuple[bool, ...]) -> set[int]:
@@ -148,6 +163,11 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
     def there(v: Value) -> bool:
         return v.is_leaf or v in emitted or v in kept
 
+    def at_hand(v: Value) -> bool:
+        """For a product of all steps together, which needs no more than to round it."""
+        source = v.args[0] if v.op in ROUNDED.values() else v
+        return there(v) or source.op == "state" or source in emitted or source in kept
+
     def again(v: Value) -> bool:
         if there(v):
             return True
@@ -170,7 +190,7 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
     lefts = {p.left for p in reverse.products}
     compared = {a for v in read if OPS[v.op].exact for a in v.args}  # computed again, it might miss by a bit
     for v in forward:  # arguments first: what is kept early serves what comes later
-        if (v in lefts or v in compared) and not there(v):
+        if (v in lefts and not at_hand(v)) or (v in compared and not there(v)):
             kept[v] = None
         elif v in read:
             keep(v)

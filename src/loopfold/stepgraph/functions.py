@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
+from loopfold.casts import with_casts
 from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.recorder import Recorder, stood
 from loopfold.stepgraph.surrogate import SURROGATE
@@ -107,7 +108,8 @@ def _recorded(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
 
 def _backward(cls: Any, ctx: _Context, ones: Tensor) -> tuple[Any, ...]:
     try:
-        back = cls.backward(ctx, ones)
+        with with_casts((), ones.device):  # as on the way back
+            back = cls.backward(ctx, ones)
     except Refusal:
         raise
     except Exception as error:

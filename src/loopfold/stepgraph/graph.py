@@ -120,6 +120,12 @@ class StepGraph:
     context: tuple[Node, ...] = ()  # what every step reads alike, [batch, …]
     results: tuple[Node, ...] = ()  # the leaves of an output beside the state, which no later step reads
 
+    @property
+    def roughest(self) -> torch.dtype | None:
+        """The dtype of fewest digits that some of it has, where that is half precision, as under torch.autocast."""
+        found = {node.dtype for node in (*self.state, *self.operations)}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), None)
+
     def __str__(self) -> str:
         def leaf(node: Node) -> str:
             return f"{node.name} [{', '.join(map(str, node.shape))}]"

@@ -10,6 +10,9 @@ Three things go into the loop though they could stay outside, since they would b
 reads both x and the context, what is far larger than the x that it is made from, and what is far smaller than the
 state that it reads.
 
+Where a step computes in several dtypes, as under torch.autocast, its loop is of the widest, and what the step has in a
+narrower one is rounded to that.
+
 `before` and `after` run the user's own operations with the τ steps as extra batch. That is right only where every
 row stands for itself, so operations that mix the sequences of a batch are refused.
 """
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 
 from loopfold.stepgraph.aten import Truth, aten, no_kernel
-from loopfold.stepgraph.dependence import closer_to_the_state, dependence, grown
+from loopfold.stepgraph.dependence import closer_to_the_state, dependence, grown, is_floating, loop_dtype
 from loopfold.stepgraph.graph import (
     BATCH,
     Node,
@@ -33,7 +36,8 @@ from loopfold.stepgraph.graph import (
     sizes_of,
 )
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.moves import broadcast, size_of
+from loopfold.stepgraph.moves import broadcast, cut_of, size_of
+from loopfold.stepgraph.ops import ROUNDED
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
 from loopfold.stepgraph.rules import OWN, RULES
@@ -51,7 +55,6 @@ def hoist(graph: StepGraph) -> Loop:
 class _Hoist:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
-        self.dtype = graph.state[0].dtype
         self.builder = _Sums(self)
         self.constants: list[Recipe] = []
         self.lengths: list[int] = []
@@ -62,16 +65,13 @@ class _Hoist:
         self.value_of: dict[Node, Any] = {}
         self.depends = dependence(graph)
         self.grown = grown(graph, self.depends)
+        self.dtype = loop_dtype(graph, self.depends)
 
     def split(self, closer: bool) -> Loop:
         graph = self.graph
         for node in graph.operations:
             if self.depends[node] != "once" and not node.is_draw:
                 check_rowwise(node)
-        dtypes = {leaf.dtype for leaf in (*graph.state, *graph.outputs)}
-        if len(dtypes) > 1 or self.dtype is None or not self.dtype.is_floating_point:
-            raise Refusal(f"its state has {', '.join(sorted(map(str, dtypes)))}; a kernel needs one floating dtype.")
-
         everything = set(needed_for([*graph.outputs, *graph.results], set()))
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
         in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
@@ -80,7 +80,7 @@ class _Hoist:
             in_loop |= set(needed_for([node for node in graph.operations if node in better & everything], set()))
         for node in graph.operations:
             if node in in_loop and self.depends[node] == "state":
-                if node.dtype not in (self.dtype, torch.bool, None):
+                if node.dtype not in (torch.bool, None) and not self._fits(node.dtype):
                     raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
                 if node.inputs() and all(_is_whole(n) for n in node.inputs()):
                     raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
@@ -108,7 +108,7 @@ class _Hoist:
                 leaves.append(carried.index(i))
             else:
                 place = emit(leaf) if leaf in in_loop and self.depends[leaf] == "state" else None
-                leaves.append(leaf if place is None or leaf.dtype != self.dtype else place)
+                leaves.append(leaf if place is None or not is_floating(leaf) else place)
         for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
             if node.op == "getitem" and node.args[0] in self.value_of:  # one of several results
                 self.value_of[node] = self._value(node)
@@ -146,6 +146,7 @@ class _Hoist:
             new[v] = builder.make(v.op, *[new[a] for a in v.args], width=v.width, index=index)
         return Loop(
             self.graph,
+            self.dtype,
             builder,
             tuple(self.constants[i] for i in used_constants),
             tuple(self.lengths[i] for i in used_constants),
@@ -196,13 +197,33 @@ class _Hoist:
         arguments = [self.argument(a) for a in node.args]
         if is_pointwise(node):
             pairs = zip(node.args, arguments, strict=True)
-            arguments = [self.broadcast(a, v, node.shape) if isinstance(a, Node) else v for a, v in pairs]
+            arguments = [self._beside(a, v, node) if isinstance(a, Node) else v for a, v in pairs]
         if node.dtype == torch.bool and known.truth is not Truth.SAME and not (own is not None and own.truth):
             if known.truth is Truth.UNKNOWN:
                 raise Refusal(f"aten.{node.op} of truth values has no kernel.")
             arguments = [self._numbers(a) for a in arguments]
             return self.condition(rule(self, node, *arguments, **dict(node.kwargs)))
-        return rule(self, node, *arguments, **dict(node.kwargs))
+        return self._rounded(node, rule(self, node, *arguments, **dict(node.kwargs)))
+
+    def _beside(self, a: Node, v: Any, node: Node) -> Any:
+        """The value of a node, as torch lays it beside others: in their shape, and one number also in their dtype."""
+        v = self.broadcast(a, v, node.shape)
+        op = None if node.dtype == self.dtype else ROUNDED.get(node.dtype)  # type: ignore[arg-type]
+        if op is None or a.dtype == node.dtype or not is_floating(a) or a.op == "number":
+            return v
+        return self.builder.make(op, self.row(v))
+
+    def _rounded(self, node: Node, value: Any) -> Any:
+        """What torch computes for a node of a narrower dtype: it rounds each result once. What only moves is so."""
+        source = node.args[0] if node.op == "getitem" else node
+        if node.dtype in (self.dtype, None) or aten(source.op).moves or not isinstance(value, Value):
+            return value
+        op = ROUNDED.get(node.dtype)  # truth values have none
+        return value if op in (None, value.op) else self.builder.make(op, value)
+
+    def _fits(self, dtype: torch.dtype | None) -> bool:
+        """Whether the loop has values of a dtype: its own, or half precision, which is rounded to."""
+        return dtype == self.dtype or (dtype in ROUNDED and self.dtype not in ROUNDED)
 
     def _grown(self, node: Node) -> Any:
         if node not in self.value_of:
@@ -258,7 +279,7 @@ class _Hoist:
         """As torch has it, one number, and whole numbers, take on the dtype of the rows that they meet; no others."""
         assert node.dtype is not None
         weak = not node.dtype.is_floating_point or not node.shape
-        if node.dtype.is_complex or (node.dtype != self.dtype and not weak):
+        if node.dtype.is_complex or (not self._fits(node.dtype) and not weak):
             raise Refusal(f"{node.name} is {node.dtype} where the state is {self.dtype}.")
 
     def condition(self, a: Any) -> Value:
@@ -281,13 +302,14 @@ class _Hoist:
                 start += part.width
             return self.builder.total(terms)
         stop, columns = start + v.width, matrix.shape[1]
-        rows = matrix.rows(start, stop)
+        dtype = self.dtype
+        rows = Recipe(lambda t: t.to(dtype), (matrix.rows(start, stop),))
         if v.op == "expand" and v.args[0].op == "number":  # a column of ones, for a bias
             number = v.args[0].index
             return self.constant(Recipe(lambda m: number * m.sum(0), (rows,)), columns, (v, matrix, start))
         if v.op == "number":
             return self.matmul(self.builder.make("expand", v, width=1), matrix, start)
-        if matrix.node.dtype != self.dtype:
+        if not self._fits(matrix.node.dtype):
             raise Refusal(f"{matrix.node.name} is {matrix.node.dtype} where the state is {self.dtype}.")
         sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
         if sequence.op == "input":
@@ -301,7 +323,7 @@ class _Hoist:
 
     def input_node(self, node: Node) -> Value:
         """A node that depends on x alone, as a sequence; parts of a node are cut from the whole."""
-        cut = _cut_of(node)
+        cut = cut_of(node)
         if cut is not None:
             parent, start = cut
             return self.builder.slice(self.input_node(parent), start, node.shape[1])
@@ -381,21 +403,3 @@ def _terms(v: Value) -> list[Value]:
 
 def _constant(v: Value) -> int:
     return v.index[0] if v.op == "matmul" else v.index
-
-
-def _cut_of(node: Node) -> tuple[Node, int] | None:
-    """(whole, start) where `node` is a part of the features of another node."""
-    if len(node.shape) != 2 or node.shape[0] != BATCH:
-        return None
-    if node.op == "getitem" and node.args[0].op in ("split", "split_with_sizes"):
-        whole, sizes, *dim = node.args[0].args
-        if (dim or [0])[0] not in (-1, 1) or len(whole.shape) != 2:
-            return None
-        return whole, node.args[1] * sizes if isinstance(sizes, int) else sum(sizes[: node.args[1]])
-    if node.op == "slice" and len(node.args) >= 3 and node.args[1] in (-1, 1) and node.args[4:] in ((), (1,)):
-        return node.args[0], _wrap(node.args[2] or 0, node.args[0].shape[1])
-    return None
-
-
-def _wrap(start: int, size: int) -> int:
-    return max(0, start + size) if start < 0 else start

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from loopfold.stepgraph.graph import Node, Refusal, apply, batch_at, features, from_rows, rows_first, sizes_of
+from loopfold.stepgraph.graph import BATCH, Node, Refusal, apply, batch_at, features, from_rows, rows_first, sizes_of
 
 _BATCHES = (3, 7)
 Positions = tuple[int, ...]  # for each number of a row, which number of another it is; -1: it is zero
@@ -92,3 +92,21 @@ def _one(node: Node, result: torch.Tensor, shape: tuple[Any, ...], width: int, r
 
 def _mixed(node: Node) -> Refusal:
     return Refusal(f"aten.{node.op} mixes the sequences of a batch, or puts another dimension before them.")
+
+
+def cut_of(node: Node) -> tuple[Node, int] | None:
+    """(whole, start) where `node` is a part of the features of another node."""
+    if len(node.shape) != 2 or node.shape[0] != BATCH:
+        return None
+    if node.op == "getitem" and node.args[0].op in ("split", "split_with_sizes"):
+        whole, sizes, *dim = node.args[0].args
+        if (dim or [0])[0] not in (-1, 1) or len(whole.shape) != 2:
+            return None
+        return whole, node.args[1] * sizes if isinstance(sizes, int) else sum(sizes[: node.args[1]])
+    if node.op == "slice" and len(node.args) >= 3 and node.args[1] in (-1, 1) and node.args[4:] in ((), (1,)):
+        return node.args[0], _wrap(node.args[2] or 0, node.args[0].shape[1])
+    return None
+
+
+def _wrap(start: int, size: int) -> int:
+    return max(0, start + size) if start < 0 else start

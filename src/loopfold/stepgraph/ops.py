@@ -125,6 +125,13 @@ def _chosen(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
     return (b.mul(hit, b.spread(b.div(g, b.make("sum", hit, width=y.width)), a.width)),)
 
 
+def _nearest(digits: int, least: int, beyond: float) -> str:
+    """In C: a number with so many binary digits after the first; `least`: its exponent, or more; `beyond`: infinity."""
+    unit = f"((int)fmax(ilogb({{0}}), {least}) - {digits})"
+    rounded = f"ldexp(rint(ldexp({{0}}, -{unit})), {unit})"
+    return f"{{0}} == 0 || {{0}} - {{0}} != 0 ? {{0}} : fabs({{0}}) >= {beyond!r} ? {{0}} * HUGE_VAL : {rounded}"
+
+
 def _above_zero(b: Builder, y: Value, g: Value, a: Value) -> Value:
     return b.where(b.make("gt", y, b.number(0)), g, 0)
 
@@ -261,6 +268,16 @@ _TABLE = (
     _function("erfc", lambda *args: args[0].make("neg", _bell(*args)), _KEPT),
     # the same numbers
     _function("expand", lambda b, y, g, a: g, _CHEAP, "{0}", "{0}.expand(*{lead}, {width})"),  # a width of 1 repeated
+    # rounded to a narrower dtype, and so is the gradient, as by a cast there and back
+    *(
+        _function(
+            dtype, lambda b, y, g, a: b.make(y.op, g), _CHEAP, c, f"{{0}}.{cast}().to({{0}}.dtype)", ("_to_copy",)
+        )
+        for dtype, cast, c in (
+            ("bfloat16", "bfloat16", _nearest(7, -126, (2 - 2.0**-8) * 2.0**127)),
+            ("float16", "half", _nearest(10, -14, 65520.0)),
+        )
+    ),
     _function("detach", lambda b, y, g, a: None, _CHEAP, "{0}", "{0}.detach()"),
     _several(  # the value of the first, and a gradient that is given
         "surrogate",
@@ -272,3 +289,4 @@ _TABLE = (
     ),
 )
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # the operations that round, by dtype

@@ -78,7 +78,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = stood(self.fakes, args), stood(self.fakes, kwargs or {})
+        with torch._C._DisableAutocast():  # its casts are written down by now, and the recorder's own need none
+            return self._dispatched(func, stood(self.fakes, args), stood(self.fakes, kwargs or {}))
+
+    def _dispatched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim":  # a question about a tensor, such as its device
             return func(*args, **kwargs)
         op = op_name(func)

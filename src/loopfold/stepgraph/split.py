@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from loopfold.stepgraph.graph import Node, StepGraph, needed_for
 from loopfold.stepgraph.loop import Builder, Value
 from loopfold.stepgraph.recipes import Recipe
@@ -16,6 +18,7 @@ class Loop:
     """
 
     graph: StepGraph
+    dtype: torch.dtype  # of all that the loop computes and reads
     builder: Builder
     constants: tuple[Recipe, ...]  # rows [k] and matrices [k, m]
     lengths: tuple[int, ...]  # of the constants: k of each

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from loopfold.casts import casts, with_casts
 from loopfold.states import (
     State,
     Step,
@@ -107,11 +108,16 @@ def _true_of_one(f: Step, graph: StepGraph, given: "Given") -> bool:
 
 
 def _gives_the_same(f: Step, graph: StepGraph, example: list[Any]) -> bool:
-    own, devices = tensors_of(f), {leaf.device for leaf in leaves(example[0]) if leaf.is_cuda}
+    own, device, devices = (
+        tensors_of(f),
+        leaves(example[0])[0].device,
+        {leaf.device for leaf in leaves(example[0]) if leaf.is_cuda},
+    )
     with torch.no_grad(), torch.random.fork_rng(devices), unchanged(f):
         before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
         try:
-            wanted = leaves(take_step(f, *example))
+            with with_casts(casts(device), device):
+                wanted = leaves(take_step(f, *example))
         except Exception as error:
             raise Refusal(f"it fails where the batch is 1: {str(error).rstrip('.')}.") from None
         state, x, context, number = map(all_leaves, example)
@@ -120,8 +126,9 @@ def _gives_the_same(f: Step, graph: StepGraph, example: list[Any]) -> bool:
         torch.set_rng_state(before[0])  # the graph draws the same numbers, in the same order
         for device, generator in zip(devices, before[1], strict=True):
             torch.cuda.set_rng_state(generator, device)
-        for node in graph.operations:
-            values[node] = apply(node, values, 1)
+        with with_casts((), device):
+            for node in graph.operations:
+                values[node] = apply(node, values, 1)
         found = [values[node] for node in (*graph.results, *graph.outputs)]
     near = torch.finfo(state[0].dtype).eps ** 0.5 if state[0].is_floating_point() else 0.0
     return all(
@@ -206,7 +213,8 @@ def _record(f: Step, given: Given, batch: int) -> StepGraph:
         raise Refusal(f"it takes from the iterator {iterators[0]}, which has another value at every step.")
     if remembers:  # first with real tensors, so that a cache keeps none without data
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f):
+            device = leaves(given.state)[0].device
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(f), with_casts(casts(device), device):
                 take_step(f, *given, given.number(f))
         except Exception as error:
             raise Refusal(f"it fails: {error}") from None

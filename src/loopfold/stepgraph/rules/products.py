@@ -63,8 +63,8 @@ def _convolution(hoist: Any, node: Node, v: Any, weight: Any, bias: Any, *how: A
     product = hoist.matmul(v, Matrix(filters, shape, made=made))
     if bias_node is None:
         return product
-    places = shape[1] // node.shape[1]
-    each = Recipe(lambda b: b.repeat_interleave(places), (bias_node,))
+    places, dtype = shape[1] // node.shape[1], hoist.dtype
+    each = Recipe(lambda b: b.repeat_interleave(places).to(dtype), (bias_node,))
     return hoist.builder.add(product, hoist.constant(each, shape[1], ("each place", bias_node, places)))
 
 
