@@ -1,6 +1,7 @@
 """Under torch.autocast: every engine gives what `Sequential` gives under the same autocast, in the same dtypes."""
 
 import copy
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from test_engines import ENGINES
+from test_random_steps import BINARY, UNARY, WITH_WEIGHTS, RandomStep
 from torch import Tensor, nn
 
 import loopfold as lf
@@ -380,3 +382,17 @@ def test_no_input_a_context_and_outputs_beside_the_state(engine: lf.Engine) -> N
         results.append((run.outputs, run.states, *torch.autograd.grad(run.outputs.float().sum(), [*cell.parameters()])))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_steps_agree_under_autocast(seed: int) -> None:
+    choose = random.Random(seed)
+    names = [*WITH_WEIGHTS, *UNARY, *BINARY]
+    program = [
+        (choose.choice(names), choose.randrange(50), choose.randrange(50)) for _ in range(choose.randrange(1, 9))
+    ]
+    n = choose.choice([4, 6])
+    cell, x = RandomStep(program, n, choose.randrange(1, 4)), torch.randn(4, 3, n)
+    if possible(cell, x):
+        for engine in ENGINES:
+            assert_agrees(engine, cell, x, choose.choice(HALVES), choose.choice([None, [4, 1, 2]]))
