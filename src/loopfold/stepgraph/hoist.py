@@ -48,11 +48,21 @@ def hoist(graph: StepGraph) -> Loop:
         return _Hoist(graph).split(closer=False)
 
 
+def whole_step(graph: StepGraph) -> Loop:
+    """All of a step as the loop, for steps that are taken one at a time; or say why that cannot be done.
+
+    What depends on x alone and what no later step reads are in it too. Outside is only what is the same at every step,
+    and the rows of tables that tokens stand for.
+    """
+    return _Hoist(graph, whole=True).split(closer=False)
+
+
 class _Hoist:
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, whole: bool = False) -> None:
         self.graph = graph
+        self.whole = whole
         self.dtype = graph.state[0].dtype
-        self.builder = _Sums(self)
+        self.builder = Builder() if whole else _Sums(self)
         self.constants: list[Recipe] = []
         self.lengths: list[int] = []
         self.inputs: list[Recipe] = []
@@ -61,7 +71,9 @@ class _Hoist:
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
         self.depends = dependence(graph)
-        self.grown = grown(graph, self.depends)
+        self.grown = set[Node]() if whole else grown(graph, self.depends)
+        if whole:
+            self._keep_inside()
 
     def split(self, closer: bool) -> Loop:
         graph = self.graph
@@ -74,7 +86,7 @@ class _Hoist:
 
         everything = set(needed_for([*graph.outputs, *graph.results], set()))
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
-        in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
+        in_loop = everything if self.whole else set(needed_for([graph.outputs[i] for i in carried], set()))
         if closer and carried:
             better = set(closer_to_the_state(graph, self.depends, in_loop))
             in_loop |= set(needed_for([node for node in graph.operations if node in better & everything], set()))
@@ -107,7 +119,8 @@ class _Hoist:
             if i in carried:
                 leaves.append(carried.index(i))
             else:
-                place = emit(leaf) if leaf in in_loop and self.depends[leaf] == "state" else None
+                inside = leaf in in_loop and (self.whole or self.depends[leaf] == "state")
+                place = emit(leaf) if inside else None
                 leaves.append(leaf if place is None or leaf.dtype != self.dtype else place)
         for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
             if node.op == "getitem" and node.args[0] in self.value_of:  # one of several results
@@ -159,6 +172,14 @@ class _Hoist:
             tuple(node for node, kind in self.depends.items() if kind == "aside"),
             tuple(node for node in self.graph.operations if node.is_check),
         )
+
+    def _keep_inside(self) -> None:
+        """Let all that reads x be computed in the loop, but for the rows of a table of parameters."""
+        for node in self.graph.operations:
+            if node.is_draw or node.is_check:
+                raise Refusal(f"it {'draws random numbers' if node.is_draw else 'checks values'} (aten.{node.op}).")
+            if self.depends[node] == "before" and not table_of(self.graph, node):
+                self.depends[node] = "state"
 
     # ---- nodes as values of the loop
 
@@ -290,7 +311,7 @@ class _Hoist:
         if matrix.node.dtype != self.dtype:
             raise Refusal(f"{matrix.node.name} is {matrix.node.dtype} where the state is {self.dtype}.")
         sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
-        if sequence.op == "input":
+        if sequence.op == "input" and not self.whole:
             x = Recipe(lambda t: t[:, low : low + v.width], (self.inputs[sequence.index],))
             return self.input(Recipe(torch.mm, (x, rows)), columns, (v, matrix, start))
         if sequence.op == "context":
@@ -369,6 +390,13 @@ def _product_and_row(terms: list[Value], recipes: list[Recipe], dtype: torch.dty
     if getattr(row.parts[0], "op", "") == "number":
         return None
     return Recipe(torch.addmm, (row, *node.args))
+
+
+def table_of(graph: StepGraph, node: Node) -> Node | None:
+    """The table of parameters of which `node` is the rows that x names, as an embedding has it."""
+    if node.op != "embedding" or node.args[1] not in graph.x or node.args[0] not in graph.parameters.values():
+        return None
+    return node.args[0]
 
 
 def _is_whole(node: Node) -> bool:

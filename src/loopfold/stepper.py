@@ -1,0 +1,451 @@
+"""Stepper: a model that is run one step at a time, as its inputs come."""
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from loopfold.engines.base import EngineWarning, Recurrence, first_step
+from loopfold.engines.programs import forget
+from loopfold.engines.selfcheck import disagreement
+from loopfold.engines.stepped import NativeStep
+from loopfold.onestep import check_hooks, one_step, start_of
+from loopfold.reading import Reads, as_given, as_tensors
+from loopfold.staleness import unaltered
+from loopfold.states import (
+    State,
+    Step,
+    asks_for_index,
+    describe,
+    leaves,
+    map_state,
+    name_of,
+    parted,
+    rebuild,
+    whole_number,
+)
+from loopfold.stepgraph.graph import Refusal
+from loopfold.surroundings import fingerprint
+from loopfold.unfolding import check_order
+
+FIRST = 3  # steps that are checked, whatever it costs
+SELDOM = 2_000  # steps at least from one later check to the next, so that 99.9 % of all steps are not held up
+SHARE = 0.01  # of the time that steps take, for those later checks
+FEW, RESTLESS, PAUSE = 16, 4, 1_000  # after so many changes, each few steps after the last, a pause from compiling
+
+
+class Stepper:
+    """A model that keeps its state and takes one step at a time: `output = stepper.step(x)`.
+
+    `model`    a transition, `Recurrent`, `Stacked`, `SequenceToSequence` or `SequenceToOne`; any step `f(state, x)`
+    `batch`    how many streams it takes at once; by default as many as the first x has
+    `context`  what every step reads, `[batch, …]`, for a step that reads one
+
+    On a CPU the whole step is one call of native code where it compiles, and `explain()` says whether it does. The
+    values are those of `unfold`, step by step. No gradients are kept, and `torch.autocast` has no effect. A stepper is
+    for one thread at a time; several steppers of one model may run in several threads.
+
+    >>> from loopfold import LSTM, SequenceToSequence
+    >>> model, x = SequenceToSequence(LSTM(3, 5), outputs=4), torch.randn(7, 1, 3)
+    >>> stepper = Stepper(model)
+    >>> o = torch.stack([stepper.step(x_t) for x_t in x])
+    >>> torch.allclose(o, model(x), atol=1e-6)
+    True
+    >>> stepper.state.c.shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(self, model: nn.Module | Step, batch: int | None = None, context: State | None = None) -> None:
+        self.model = model
+        self._f = one_step(model)
+        check_order(self._f)
+        self._given_batch = None if batch is None else whole_number("Stepper", "batch", batch)
+        self._context = None if context is None else map_state(_copy, context)
+        self._state: State | None = None  # None: the start, whatever that is. Native code has places of its own
+        self._reads: Reads | None = None  # what x is like; None: not known yet
+        self._counts: Tensor | None = None  # [batch], the number of each stream's next step, where the step asks for it
+        self._native: NativeStep | None = None
+        self._fast: Any = None
+        self._why = "it has not taken a step yet."  # there is no native code
+        self._same: Any = None  # whether that reason may still hold; None: ask
+        self._period = self._until_check = self._checks = 0
+        self._changes = self._pause = 0
+        self._stepped = False  # whether the two places of the native code hold the state before and after a step
+        self._open = False  # whether the next x may be another number of streams
+
+    # ---- one step
+
+    def step(self, x: Any = None, out: Any = None) -> Any:
+        """Read x(t), go on by one step, and return the output: a new array or tensor, or `out`, filled.
+
+        `x`    `[batch, …]` as the step reads it: a numpy array, a tensor, numbers, tokens, or a tuple of such. For one
+               stream the batch may be left out, `[…]`; then it is left out of the output too
+        `out`  an array or tensor of the shape and dtype of the output, to write to
+
+        The output is what the step gives beside its state, or else the first part of its state, the hidden state. It is
+        a numpy array where x is one, and else a tensor.
+        """
+        fast = self._fast
+        if fast is not None and out is None and self._until_check > 0:
+            native, unaltered, dtype, shape, into, places = fast
+            kind = type(x)
+            try:
+                rows = x if kind is np.ndarray else x.numpy() if kind is Tensor else None
+            except (RuntimeError, TypeError):  # it needs a gradient, or is on another device
+                rows = None
+            if rows is not None and rows.dtype is dtype and rows.shape in shape and unaltered():
+                into[...] = rows
+                phase = native.phase
+                if not native.call(native.jobs[phase]):
+                    native.phase = 1 - phase
+                    self._until_check -= 1
+                    self._stepped = True
+                    output = places[rows.shape][phase].copy()
+                    return output if kind is np.ndarray else torch.from_numpy(output)
+        with _plainly():
+            return self._step(x, out)
+
+    def _step(self, x: Any, out: Any) -> Any:
+        """The same, whatever x is, and with all checks."""
+        if isinstance(self.model, nn.Module):
+            check_hooks(self.model)
+        given = as_tensors(x)
+        if self._open and self._reads is not None and not self._reads.fits(given):
+            self._forget()
+        if self._reads is None:
+            self._reads = Reads.first(given, self._f, self._expected())
+        tensors, bare = self._reads.checked(given)
+        if self._native is not None and not self._native.unaltered():
+            self._leave()
+        output = self._by_the_model(tensors) if self._native is None else self._by_native_code(tensors)
+        self._open = False
+        if self._native is not None and self._native.rows is not None:
+            self._fast = (self._native, self._native.unaltered, *self._native.rows)
+        return as_given(output, given, bare, out)
+
+    def _by_native_code(self, x: State | None, first: bool = True) -> State:
+        """One step of the native code, which is checked when it is time for that."""
+        native, reads = self._native, self._reads
+        assert native is not None
+        assert reads is not None
+        begin = time.perf_counter()
+        reads_now = self._recurrence(x, native.state(native.phase)).sequences
+        for into, leaf in zip(native.x, reads_now, strict=True):
+            into.copy_(leaf[0])
+        native.look_up()
+        if native.call(native.jobs[native.phase]):
+            reads.check_nan(x)
+            native.call_anyway()  # the NaN is one of the model's own
+        native.phase = 1 - native.phase
+        self._stepped = True
+        seconds = time.perf_counter() - begin
+        self._until_check -= 1
+        if self._until_check < 0:
+            reason = self._disagreement(seconds)
+            if reason is not None:
+                return self._otherwise(x, reason, first)
+        self._count()
+        return native.output(native.phase)
+
+    def _by_the_model(self, x: State | None, first: bool = True) -> State:
+        """One step of the model's own code; or of native code, if there is some that was not there before."""
+        assert self._reads is not None
+        self._reads.check_nan(x)
+        state = self._start(self._reads.batch, x) if self._state is None else self._state
+        recurrence = self._recurrence(x, state)
+        self._pause -= self._pause > 0
+        if self._same is None or (not self._pause and not self._same()):
+            new = first_step(recurrence)  # with its checks, in words
+            self._bind(recurrence)
+            if self._native is not None:
+                return self._by_native_code(x, first)
+        else:
+            new = recurrence.take(state, 0)
+        output, self._state = parted(new, state)
+        self._count()
+        return leaves(self._state)[0] if output is None else output
+
+    def _recurrence(self, x: State | None, state: State) -> Recurrence:
+        """A sequence of this one step."""
+        others = 1 + (x is not None) + (self._context is not None)
+        like, index = leaves(state)[0], None
+        if asks_for_index(self._f, others):
+            if self._counts is None:
+                self._counts = torch.zeros(len(like), dtype=torch.int64)
+            index = self._counts.to(like).view(1, -1, 1)
+        rows = None if x is None else map_state(lambda leaf: leaf[None], x)
+        return Recurrence(self._f, rows, 1, state, None, self._context, index)
+
+    def _count(self) -> None:
+        if self._counts is not None:
+            self._counts += 1
+
+    # ---- native code, and whether it is right
+
+    def _bind(self, recurrence: Recurrence) -> None:
+        """Native code for the step, from this state on; or the reason why there is none."""
+        try:
+            self._native = NativeStep(recurrence)
+        except Refusal as reason:
+            self._why = str(reason)
+            self._same = unaltered(self._f, [], [])[0] if isinstance(self._f, nn.Module) else lambda: True
+            return
+        self._same, self._state = None, None
+        self._period = self._until_check = 0
+
+    def _leave(self) -> None:
+        """The model has changed: take the state back, and look for native code again; or not, where that is in vain."""
+        assert self._native is not None
+        self._state = map_state(_copy, self._native.state(self._native.phase))
+        self._native = self._fast = None
+        self._checks = min(self._checks, FIRST - 1)
+        self._changes = self._changes + 1 if self._period - self._until_check < FEW else 0
+        if self._changes >= RESTLESS:
+            self._changes, self._pause, self._same = 0, PAUSE, lambda: False
+            self._why = f"it changes at almost every step, so that the next {PAUSE:,} are not compiled."
+
+    def check(self) -> None:
+        """Take the last step again by the model's own code, and compare; the next check is then as far off as can be.
+
+        Steps are checked in this way without being asked: the first three, then one in 2,000 or more, which takes about
+        ten times as long as a step of the model's own code. Call this in pauses of your own, at least once in 2,000
+        steps, and no step is held up.
+        """
+        with _plainly():
+            if self._native is not None and not self._native.unaltered():
+                self._leave()
+            if self._native is not None and self._stepped and self._disagreement(0.0) is not None:
+                recurrence = self._before()
+                forget(recurrence)
+                _, self._state = parted(recurrence.take(recurrence.state, 0), recurrence.state)
+                self._native = self._fast = None
+
+    def _before(self) -> Recurrence:
+        """The step that was last taken, and the state before it."""
+        native, reads = self._native, self._reads
+        assert native is not None
+        assert reads is not None
+        flow = iter(native.x)
+        x = None if reads.like is None else rebuild(reads.like, [next(flow) for _ in leaves(reads.like)])
+        found = self._recurrence(x, map_state(_copy, native.state(1 - native.phase)))
+        return found if found.index is None else replace(found, index=native.x[-1][None])
+
+    def _disagreement(self, seconds: float) -> str | None:
+        """In words, how the last step differs from what the model's own code gives, if it does."""
+        native = self._native
+        assert native is not None
+        assert isinstance(self._f, nn.Module)
+        begin = time.perf_counter()
+        reason = disagreement(self._before(), native.returned(native.phase), 0)
+        if reason is None and fingerprint(self._f) != native.marks:
+            reason = "something that the step reads has changed"
+        cost = time.perf_counter() - begin
+        self._checks += 1
+        self._period = 0 if self._checks < FIRST else max(SELDOM, int(cost / (SHARE * max(seconds, 1e-6))))
+        self._until_check = self._period
+        return reason
+
+    def _otherwise(self, x: State | None, reason: str, first: bool) -> State:
+        """The last step again, since it was wrong: traced anew; and by the model's own code, if that is wrong too."""
+        recurrence = self._before()
+        if first:
+            forget(recurrence)
+            self._state, self._native, self._fast = recurrence.state, None, None
+            return self._by_the_model(x, first=False)
+        self._distrust(reason, recurrence)
+        return self._by_the_model(x)
+
+    def _distrust(self, reason: str, recurrence: Recurrence) -> None:
+        """Use the native code no more, and say so; go on from the state of `recurrence`."""
+        assert self._native is not None
+        self._native.found.program.made["step"] = f"its native code was wrong: {reason}."
+        self._state, self._native, self._fast = recurrence.state, None, None
+        warnings.warn(
+            f"the native code of a Stepper was wrong about {name_of(self._f)}, so its own code runs: {reason}. Either "
+            "the step depends on something that Loopfold does not see, or this is a fault in Loopfold.",
+            EngineWarning,
+            stacklevel=2,
+        )
+
+    def explain(self, x: Any = None) -> str:
+        """In words: whether the steps are native code, and why not. Before the first step, x is needed to tell.
+
+        >>> from loopfold import GRU
+        >>> print(Stepper(GRU(3, 5)).explain([0.0, 0.0, 0.0]))
+        GRU step by step, batch 1, float32 on cpu: native code, the whole step in one call.
+        """
+        if self._reads is None:
+            other = Stepper(self.model, self._given_batch, self._context)
+            if self._state is not None:
+                other.state = self._state
+            with torch.random.fork_rng(devices=[]):
+                other.step(x)
+            return other.explain()
+        native = self._native
+        like = leaves(self._state if native is None else native.like_state)[0]
+        size = f"batch {self._reads.batch}, {str(like.dtype).removeprefix('torch.')} on {like.device}"
+        begin = f"{name_of(self.model)} step by step, {size}"
+        if native is None:
+            return f"{begin}: the model's own code, because {self._why}"
+        slow = f"\n  looked at in full before every step: {', '.join(native.long)}" if native.long else ""
+        return f"{begin}: native code, the whole step in one call.{slow}"
+
+    # ---- the state
+
+    @property
+    def state(self) -> State:
+        """The state now, as a copy, in the structure that the step gives; it can be set, to any state like it."""
+        if self._native is not None:
+            return map_state(_copy, self._native.state(self._native.phase))
+        state = self._state
+        if state is None:
+            with _plainly():
+                state = self._start(self._expected() or 1, None)
+        return map_state(_copy, state)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.reset(state)
+
+    def reset(self, state: State | None = None, streams: Sequence[int] | None = None, *, context: Any = None) -> None:
+        """Go back to the start, or to `state`; all streams, or only some, given by their numbers from 0.
+
+        `state`    what to set, a row for each of these streams; by default what the model starts from
+        `context`  what every step from now on reads in place of the context so far
+
+        For a step that reads its number `t`, this is 0 again, unless a state is given for all streams.
+        """
+        with _plainly():
+            if context is not None:
+                self._new_context(context)
+            if streams is not None:
+                self._reset_some(state, streams)
+            elif state is not None:
+                self._set(state)
+            elif self._native is None or self._reads is None:
+                self._forget()
+            else:
+                self._native.set_state(self._start(self._reads.batch, self._reads.like))
+                self._counts, self._fast = None, None
+                self._open = self._given_batch is None
+        self._stepped = False
+
+    def _forget(self) -> None:
+        """Be as new."""
+        self._state = self._native = self._fast = self._counts = self._same = self._reads = None
+        self._open = False
+
+    def _new_context(self, context: Any) -> None:
+        if self._context is None:
+            raise ValueError("this stepper has no context. Type lf.Stepper(model, context=c).")
+        now = self._native.state(self._native.phase) if self._native is not None else self._state
+        self._state = None if now is None else map_state(_copy, now)
+        self._context, self._native, self._fast, self._same = map_state(_copy, context), None, None, None
+
+    def _reset_some(self, state: State | None, streams: Sequence[int]) -> None:
+        batch = self._expected()
+        at = torch.as_tensor(streams)
+        if at.dtype == torch.bool or at.is_floating_point() or at.dim() != 1:
+            raise TypeError(f"streams must be a list of whole numbers, such as [0, 2]; got {streams!r}.")
+        if batch is None:
+            raise ValueError("no step was taken yet, so all streams are at their start.")
+        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= batch):
+            raise ValueError(f"this stepper has {batch} streams, 0 to {batch - 1}; got {list(streams)}.")
+        now = self.state
+        like = None if self._reads is None else self._reads.like
+        new = map_state(lambda leaf: leaf[at], self._start(batch, like)) if state is None else _as_state(state)
+        parts = list(zip(leaves(now), leaves(new), strict=False))
+        if len(leaves(new)) != len(leaves(now)) or any(b.shape != a[at].shape for a, b in parts):
+            wanted = map_state(lambda leaf: leaf[at], now)
+            raise ValueError(f"the state is {describe(new)}; for {len(at)} streams it must be {describe(wanted)}.")
+        for leaf, rows in parts:
+            leaf[at.to(leaf.device)] = rows.to(leaf)
+        self._set(now)
+        if self._counts is not None and state is None:
+            self._counts[at] = 0
+
+    def _set(self, state: State) -> None:
+        """All of the state, if it is like the one that there is."""
+        new = _as_state(state)
+        batch = self._expected()
+        known = self._state is not None or self._native is not None
+        now = self.state if known or batch is not None else None
+        parts = leaves(new)
+        if not parts or (now is None and len({leaf.shape[:1] for leaf in parts}) != 1):
+            raise ValueError(f"the state is {describe(new)}; its parts need the same batch.")
+        if now is not None:
+            if [leaf.shape for leaf in parts] != [leaf.shape for leaf in leaves(now)]:
+                raise ValueError(f"the state is {describe(new)}; {name_of(self.model)} needs {describe(now)}.")
+            for leaf, like in zip(parts, leaves(now), strict=True):
+                if leaf.dtype != like.dtype or leaf.device != like.device:
+                    raise TypeError(
+                        f"the state is {leaf.dtype} on {leaf.device}; it must be {like.dtype} on {like.device}."
+                    )
+            new = rebuild(now, parts)
+        if self._native is not None:
+            self._native.set_state(new)
+        else:
+            self._state = map_state(_copy, new)
+
+    def _expected(self) -> int | None:
+        """How many streams there are, if that is known."""
+        if self._given_batch is not None or self._reads is not None:
+            return self._given_batch or (self._reads.batch if self._reads else None)
+        known = [*([] if self._state is None else leaves(self._state))]
+        known += [] if self._context is None else leaves(self._context)
+        return len(known[0]) if known else None
+
+    def _start(self, batch: int, x: State | None) -> State:
+        return map_state(_copy, start_of(self._f, batch, x, self._context))
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = self._state is not None or self._native is not None
+        return {
+            "model": self.model,
+            "batch": self._given_batch,
+            "context": self._context,
+            "state": self.state if known else None,
+            "counts": None if self._counts is None else self._counts.clone(),
+        }
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__init__(saved["model"], saved["batch"], saved["context"])  # type: ignore[misc]
+        self._state, self._counts = saved["state"], saved["counts"]
+
+    def __repr__(self) -> str:
+        return f"Stepper({name_of(self.model)}, batch={self._expected()})"
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """While open, no gradients are kept and no dtypes changed, whatever the caller has set."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        yield
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _as_state(state: Any) -> State:
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(state)
+    if isinstance(state, tuple):
+        parts = [_as_state(part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    if not isinstance(state, Tensor):
+        raise TypeError(f"a state is a tensor, or a tuple of tensors; got a {type(state).__name__}.")
+    return state.detach()
