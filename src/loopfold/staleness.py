@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
-from loopfold.surroundings import _HOOKS, _OF_TORCH, _Walk, fingerprint
+from loopfold.surroundings import _OF_TORCH, _Walk, fingerprint
 from loopfold.undoing import ARRAY, CELL, GLOBALS, MAPPING, SEQUENCE, SET, SET_ON, is_foreign
 
 _MOST = 48  # things in a list, or attributes of an object, that are asked for one by one
-_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 def unaltered(
@@ -33,7 +32,7 @@ def unaltered(
     for label, thing, kind in _Walk(f).mutable:
         if label != "self":
             look.at(label, thing, kind)
-    for name in _GLOBAL_HOOKS:
+    for name in ("forward_hooks", "forward_pre_hooks"):
         look.ask(f"not {look.name(getattr(torch_hooks, f'_global_{name}'))}")
     for tensor in in_place:
         look.ask(f"{look.name(tensor.data_ptr)}() == {tensor.data_ptr()}")
@@ -77,7 +76,7 @@ class _Look:
         self.entries(held, [key for key in held if key not in _OF_TORCH])
         for own in (part._parameters, part._buffers, part._modules):
             self.entries(own)
-        for hooks in _HOOKS:
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             self.ask(f"not {self.name(held[hooks])}")
 
     def at(self, label: str, thing: Any, kind: Any) -> None:

@@ -34,6 +34,8 @@ from loopfold.stepgraph.graph import Refusal
 from loopfold.surroundings import fingerprint
 from loopfold.unfolding import check_order
 
+ndarray, from_numpy = np.ndarray, torch.from_numpy  # found sooner so
+
 FIRST = 3  # steps that are checked, whatever it costs
 SELDOM = 2_000  # steps at least from one later check to the next, so that 99.9 % of all steps are not held up
 SHARE = 0.01  # of the time that steps take, for those later checks
@@ -71,7 +73,9 @@ class Stepper:
         self._reads: Reads | None = None  # what x is like; None: not known yet
         self._counts: Tensor | None = None  # [batch], the number of each stream's next step, where the step asks for it
         self._native: NativeStep | None = None
-        self._fast: Any = None
+        self._fast: Any = None  # all that a step of rows of numbers needs, and of tokens
+        self._tokens: Any = None
+        self._asks: bool | None = None  # whether the step reads its number
         self._why = "it has not taken a step yet."  # there is no native code
         self._same: Any = None  # whether that reason may still hold; None: ask
         self._period = self._until_check = self._checks = 0
@@ -93,28 +97,52 @@ class Stepper:
         """
         fast = self._fast
         if fast is not None and out is None and self._until_check > 0:
-            native, unaltered, dtype, shape, into, places = fast
+            native, unaltered, call, jobs, dtype, sizes, into, places = fast
             kind = type(x)
             try:
-                rows = x if kind is np.ndarray else x.numpy() if kind is Tensor else None
+                rows = x if kind is ndarray else x.numpy() if kind is Tensor else into
             except (RuntimeError, TypeError):  # it needs a gradient, or is on another device
-                rows = None
-            if rows is not None and rows.dtype is dtype and rows.shape in shape and unaltered():
-                into[...] = rows
-                phase = native.phase
-                if not native.call(native.jobs[phase]):
-                    native.phase = 1 - phase
-                    self._until_check -= 1
-                    self._stepped = True
-                    output = places[rows.shape][phase].copy()
-                    return output if kind is np.ndarray else torch.from_numpy(output)
+                rows = into
+            if rows is not into and rows.dtype is dtype and unaltered():
+                size = rows.shape
+                if size in sizes:
+                    into[...] = rows
+                    phase = native.phase
+                    if not call(jobs[phase]):
+                        native.phase = 1 - phase
+                        self._until_check -= 1
+                        output = places[phase].copy()
+                        output = output if size == sizes[0] else output[0]
+                        return output if kind is ndarray else from_numpy(output)
+        elif fast is None and self._tokens is not None and out is None and self._until_check > 0:
+            output = self._token_step(x)
+            if output is not None:
+                return output
         with _plainly():
             return self._step(x, out)
 
+    def _token_step(self, x: Any) -> Any:
+        """The same for a token of one stream; None where x is something else, or the model has changed."""
+        native, unaltered, call, jobs, table, into, row, places = self._tokens
+        kind = type(x)
+        is_array = kind is ndarray or kind is Tensor
+        if kind is not int and not (is_array and x.shape in ((), (1,)) and x.dtype in (np.int64, torch.int64)):
+            return None
+        token = x if kind is int else x.item()
+        if not 0 <= token < len(table) or not unaltered():
+            return None
+        row[0] = table[token]
+        into[0] = token
+        if call(jobs[native.phase]):
+            return None
+        output = places[native.phase].copy()
+        native.phase = 1 - native.phase
+        self._until_check -= 1
+        output = output if is_array and x.shape else output[0]
+        return output if kind is ndarray else from_numpy(output)
+
     def _step(self, x: Any, out: Any) -> Any:
         """The same, whatever x is, and with all checks."""
-        if isinstance(self.model, nn.Module):
-            check_hooks(self.model)
         given = as_tensors(x)
         if self._open and self._reads is not None and not self._reads.fits(given):
             self._forget()
@@ -126,7 +154,9 @@ class Stepper:
         output = self._by_the_model(tensors) if self._native is None else self._by_native_code(tensors)
         self._open = False
         if self._native is not None and self._native.rows is not None:
-            self._fast = (self._native, self._native.unaltered, *self._native.rows)
+            self._fast = self._native.rows
+        if self._native is not None and self._native.tokens is not None:
+            self._tokens = self._native.tokens
         return as_given(output, given, bare, out)
 
     def _by_native_code(self, x: State | None, first: bool = True) -> State:
@@ -135,9 +165,10 @@ class Stepper:
         assert native is not None
         assert reads is not None
         begin = time.perf_counter()
-        reads_now = self._recurrence(x, native.state(native.phase)).sequences
-        for into, leaf in zip(native.x, reads_now, strict=True):
-            into.copy_(leaf[0])
+        for into, leaf in zip(native.x, [] if x is None else leaves(x), strict=False):
+            into.copy_(leaf)
+        if self._counts is not None:
+            native.x[-1][:, 0] = self._counts
         native.look_up()
         if native.call(native.jobs[native.phase]):
             reads.check_nan(x)
@@ -156,11 +187,15 @@ class Stepper:
     def _by_the_model(self, x: State | None, first: bool = True) -> State:
         """One step of the model's own code; or of native code, if there is some that was not there before."""
         assert self._reads is not None
+        if isinstance(self.model, nn.Module):
+            check_hooks(self.model)
         self._reads.check_nan(x)
         state = self._start(self._reads.batch, x) if self._state is None else self._state
         recurrence = self._recurrence(x, state)
         self._pause -= self._pause > 0
         if self._same is None or (not self._pause and not self._same()):
+            self._asks = None
+            recurrence = self._recurrence(x, state)
             new = first_step(recurrence)  # with its checks, in words
             self._bind(recurrence)
             if self._native is not None:
@@ -173,9 +208,10 @@ class Stepper:
 
     def _recurrence(self, x: State | None, state: State) -> Recurrence:
         """A sequence of this one step."""
-        others = 1 + (x is not None) + (self._context is not None)
         like, index = leaves(state)[0], None
-        if asks_for_index(self._f, others):
+        if self._asks is None:
+            self._asks = asks_for_index(self._f, 1 + (x is not None) + (self._context is not None))
+        if self._asks:
             if self._counts is None:
                 self._counts = torch.zeros(len(like), dtype=torch.int64)
             index = self._counts.to(like).view(1, -1, 1)
@@ -203,7 +239,7 @@ class Stepper:
         """The model has changed: take the state back, and look for native code again; or not, where that is in vain."""
         assert self._native is not None
         self._state = map_state(_copy, self._native.state(self._native.phase))
-        self._native = self._fast = None
+        self._drop()
         self._checks = min(self._checks, FIRST - 1)
         self._changes = self._changes + 1 if self._period - self._until_check < FEW else 0
         if self._changes >= RESTLESS:
@@ -224,7 +260,7 @@ class Stepper:
                 recurrence = self._before()
                 forget(recurrence)
                 _, self._state = parted(recurrence.take(recurrence.state, 0), recurrence.state)
-                self._native = self._fast = None
+                self._drop()
 
     def _before(self) -> Recurrence:
         """The step that was last taken, and the state before it."""
@@ -256,7 +292,8 @@ class Stepper:
         recurrence = self._before()
         if first:
             forget(recurrence)
-            self._state, self._native, self._fast = recurrence.state, None, None
+            self._state = recurrence.state
+            self._drop()
             return self._by_the_model(x, first=False)
         self._distrust(reason, recurrence)
         return self._by_the_model(x)
@@ -265,7 +302,8 @@ class Stepper:
         """Use the native code no more, and say so; go on from the state of `recurrence`."""
         assert self._native is not None
         self._native.found.program.made["step"] = f"its native code was wrong: {reason}."
-        self._state, self._native, self._fast = recurrence.state, None, None
+        self._state = recurrence.state
+        self._drop()
         warnings.warn(
             f"the native code of a Stepper was wrong about {name_of(self._f)}, so its own code runs: {reason}. Either "
             "the step depends on something that Loopfold does not see, or this is a fault in Loopfold.",
@@ -332,21 +370,28 @@ class Stepper:
                 self._forget()
             else:
                 self._native.set_state(self._start(self._reads.batch, self._reads.like))
-                self._counts, self._fast = None, None
+                self._counts = None if self._counts is None else torch.zeros_like(self._counts)
+                self._fast = self._tokens = None  # the next step takes the long way, once
                 self._open = self._given_batch is None
         self._stepped = False
 
     def _forget(self) -> None:
         """Be as new."""
-        self._state = self._native = self._fast = self._counts = self._same = self._reads = None
+        self._drop()
+        self._state = self._counts = self._same = self._reads = self._asks = None
         self._open = False
+
+    def _drop(self) -> None:
+        """Have no native code any more."""
+        self._native = self._fast = self._tokens = None
 
     def _new_context(self, context: Any) -> None:
         if self._context is None:
             raise ValueError("this stepper has no context. Type lf.Stepper(model, context=c).")
         now = self._native.state(self._native.phase) if self._native is not None else self._state
         self._state = None if now is None else map_state(_copy, now)
-        self._context, self._native, self._fast, self._same = map_state(_copy, context), None, None, None
+        self._context, self._same = map_state(_copy, context), None
+        self._drop()
 
     def _reset_some(self, state: State | None, streams: Sequence[int]) -> None:
         batch = self._expected()
@@ -390,6 +435,7 @@ class Stepper:
             new = rebuild(now, parts)
         if self._native is not None:
             self._native.set_state(new)
+            self._fast = self._tokens = None
         else:
             self._state = map_state(_copy, new)
 
@@ -427,6 +473,11 @@ class Stepper:
 @contextmanager
 def _plainly() -> Iterator[None]:
     """While open, no gradients are kept and no dtypes changed, whatever the caller has set."""
+    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if not casts and not torch.is_inference_mode_enabled():  # the others take ten times as long
+        with torch.no_grad():
+            yield
+        return
     with (
         torch.inference_mode(False),
         torch.no_grad(),

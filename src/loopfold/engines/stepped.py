@@ -125,14 +125,13 @@ class NativeStep:
         given |= {Buffer(Role.CONTEXT, i): c for i, c in enumerate(contexts)}
         given |= {Buffer(Role.INPUT, i): rows.get(i, self.x[leaf]) for i, (leaf, _) in enumerate(code.reads)}
         given[Buffer(Role.SCRATCH, 0)] = torch.empty(native.scratch + native.shape.lanes, dtype=self.like.dtype)
-        self._held = [given, *(self._bind(native, given, phase) for phase in range(2))]
+        self._held: Any = [given, *(self._bind(native, given, phase) for phase in range(2))]
         self.jobs = tuple(ctypes.addressof(job) for _, job in self._held[1:])
         kind = ctypes.CFUNCTYPE if code.products * self.batch > LONG else ctypes.PYFUNCTYPE  # the latter keeps the GIL
         self.call = kind(ctypes.c_int64, ctypes.c_void_p)(native.team)
         self._kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(native.kernel)
         self.phase = 0  # where the state is now
         self.like_state = recurrence.state
-        self.rows = self._rows_alone()
         self.set_state(recurrence.state)
 
         copied = [recipe for recipe, copy in zip(loop.constants, copies, strict=True) if copy]
@@ -143,6 +142,7 @@ class NativeStep:
             *(t for _, t in code.reads),
         }
         self.unaltered, self.long = unaltered(recurrence.f, [t for n, t in own.items() if n in used], versions)
+        self.rows, self.tokens = self._rows_alone(), self._token_alone()
 
     def _tensor(self, constant: Tensor | float) -> Tensor:
         return constant if isinstance(constant, Tensor) else self.like.new_full((1,), constant)
@@ -162,7 +162,8 @@ class NativeStep:
 
     def call_anyway(self) -> None:
         """The same call, whether or not there is NaN in what it reads."""
-        self._kernel(*self._held[1 + self.phase][1])
+        job: Any = self._held[1 + self.phase][1]
+        self._kernel(*job)
 
     def look_up(self) -> None:
         """Fetch the rows of tables that the tokens in `x` name."""
@@ -174,18 +175,27 @@ class NativeStep:
             table.take(tokens, 0, out=rows, mode="clip")
 
     def _rows_alone(self) -> tuple[Any, ...] | None:
-        """For a step that reads one row of numbers and gives one: what x is, where it goes, and what comes, by phase.
+        """All that a step needs that reads one row of numbers and gives one: where x goes, and what comes, by phase.
 
-        None for all others.
+        None for other steps.
         """
         if len(self.x) != 1 or self.tables or len(self.code.graph.results) > 1:
             return None
-        x, place = self.x[0].numpy(), len(self.code.graph.outputs) * len(self.code.graph.results)
-        outs = [self.rows_of(place, 1 - phase).numpy() for phase in range(2)]
-        places = {x.shape: outs}
-        if self.batch == 1:
-            places[x.shape[1:]] = [out[0] for out in outs]
-        return x.dtype, places, x, places
+        x, places = self.x[0].numpy(), self._places()
+        bare = x.shape[1:] if self.batch == 1 else x.shape
+        return self, self.unaltered, self.call, self.jobs, x.dtype, (x.shape, bare), x, places
+
+    def _token_alone(self) -> tuple[Any, ...] | None:
+        """The same for a step of one stream that reads one token, and nothing else."""
+        if len(self.x) != 1 or len(self.tables) != 1 or self.batch != 1 or len(self.code.graph.results) > 1:
+            return None
+        ((_, table, rows),) = self.tables
+        return self, self.unaltered, self.call, self.jobs, table, self.x[0].numpy(), rows, self._places()
+
+    def _places(self) -> list[Any]:
+        """The output after a step, by the phase before it."""
+        leaf = len(self.code.graph.outputs) * len(self.code.graph.results)
+        return [self.rows_of(leaf, 1 - phase).numpy() for phase in range(2)]
 
     def output(self, place: int) -> State:
         """What the step that wrote to `place` gives to its caller: no copy."""
