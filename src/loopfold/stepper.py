@@ -164,18 +164,19 @@ class Stepper:
         native, reads = self._native, self._reads
         assert native is not None
         assert reads is not None
-        begin = time.perf_counter()
         for into, leaf in zip(native.x, [] if x is None else leaves(x), strict=False):
             into.copy_(leaf)
         if self._counts is not None:
             native.x[-1][:, 0] = self._counts
         native.look_up()
-        if native.call(native.jobs[native.phase]):
+        begin = time.perf_counter()
+        found_nan = native.call(native.jobs[native.phase])
+        seconds = time.perf_counter() - begin
+        if found_nan:
             reads.check_nan(x)
             native.call_anyway()  # the NaN is one of the model's own
         native.phase = 1 - native.phase
         self._stepped = True
-        seconds = time.perf_counter() - begin
         self._until_check -= 1
         if self._until_check < 0:
             reason = self._disagreement(seconds)
@@ -372,7 +373,7 @@ class Stepper:
                 self._native.set_state(self._start(self._reads.batch, self._reads.like))
                 self._counts = None if self._counts is None else torch.zeros_like(self._counts)
                 self._fast = self._tokens = None  # the next step takes the long way, once
-                self._open = self._given_batch is None
+                self._open = True
         self._stepped = False
 
     def _forget(self) -> None:
@@ -456,6 +457,7 @@ class Stepper:
         known = self._state is not None or self._native is not None
         return {
             "model": self.model,
+            "f": self._f,  # what was traced, so that a copy need not be
             "batch": self._given_batch,
             "context": self._context,
             "state": self.state if known else None,
@@ -464,7 +466,7 @@ class Stepper:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self.__init__(saved["model"], saved["batch"], saved["context"])  # type: ignore[misc]
-        self._state, self._counts = saved["state"], saved["counts"]
+        self._f, self._state, self._counts = saved["f"], saved["state"], saved["counts"]
 
     def __repr__(self) -> str:
         return f"Stepper({name_of(self.model)}, batch={self._expected()})"
