@@ -7,11 +7,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import zoo
 from helpers import CELLS, assert_same, cells, randn
+from hypothesis import HealthCheck, given, settings
+from test_random_steps import PROGRAMS, RandomStep, quick_compilation  # noqa: F401
 from torch import Tensor, nn
 
 import loopfold as lf
@@ -74,6 +77,26 @@ def test_odd_sizes(name: str, n: int, batch: int) -> None:
     cell = cells(3, n)[name]
     x = randn(6, batch, 3)
     assert_same(steps(lf.Stepper(cell, batch=batch), x), by_definition(cell, x).hidden)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(PROGRAMS, st.sampled_from([4, 17]), st.integers(1, 3), st.sampled_from([1, 3]), st.booleans())
+def test_steps_that_nobody_thought_of(
+    program: list[tuple[str, int, int]], n: int, n_state: int, batch: int, double: bool
+) -> None:
+    dtype = torch.float64 if double else torch.float32
+    torch.manual_seed(0)
+    cell = RandomStep(program, n, n_state).to(dtype)
+    x = torch.randn(5, batch, n, dtype=dtype)
+    torch.manual_seed(3)
+    run = by_definition(cell, x)
+    torch.manual_seed(3)
+    stepper = lf.Stepper(cell)
+    for row, hidden in zip(x, run.hidden, strict=True):
+        assert_same(stepper.step(row), hidden, 1e-9 if double else 3e-3)
+    if not {"dropout", "noise"} & {op for op, _, _ in program}:
+        assert NATIVE in stepper.explain()
 
 
 def test_without_input() -> None:
