@@ -621,7 +621,8 @@ def test_what_no_fingerprint_sees_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert NATIVE in stepper.explain()
     state = stepper.state
     monkeypatch.setitem(vars(zoo), "a_secret", 2.0)
-    stepper._until_check = 0  # it is time for a check
+    assert stepper._native is not None
+    stepper._native.left = 0  # it is time for a check
     assert_same(stepper.step(x[0]), cell(state, x[0]).detach())  # the wrong value never comes out
     assert_same(steps(stepper, x), by_definition(cell, x, state=cell(state, x[0]).detach()).hidden)
     assert NATIVE in stepper.explain()  # traced again
@@ -642,7 +643,7 @@ def test_wrong_native_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
             def call(job: int) -> int:
                 found = right(job)
-                self.out[1 - self.phase][0].add_(0.01)
+                self.out[self.place][0].add_(0.01)
                 return found
 
             self.call = call

@@ -78,7 +78,7 @@ class Stepper:
         self._asks: bool | None = None  # whether the step reads its number
         self._why = "it has not taken a step yet."  # there is no native code
         self._same: Any = None  # whether that reason may still hold; None: ask
-        self._period = self._until_check = self._checks = 0
+        self._period = self._checks = 0  # steps from the last check to the next, and checks so far
         self._changes = self._pause = 0
         self._stepped = False  # whether the two places of the native code hold the state before and after a step
         self._open = False  # whether the next x may be another number of streams
@@ -96,8 +96,8 @@ class Stepper:
         a numpy array where x is one, and else a tensor.
         """
         fast = self._fast
-        if fast is not None and out is None and self._until_check > 0:
-            native, unaltered, call, jobs, dtype, sizes, into, places = fast
+        if fast is not None and out is None:
+            unaltered, call, job, dtype, sizes, into, places = fast
             kind = type(x)
             try:
                 rows = x if kind is ndarray else x.numpy() if kind is Tensor else into
@@ -107,14 +107,12 @@ class Stepper:
                 size = rows.shape
                 if size in sizes:
                     into[...] = rows
-                    phase = native.phase
-                    if not call(jobs[phase]):
-                        native.phase = 1 - phase
-                        self._until_check -= 1
-                        output = places[phase].copy()
+                    place = call(job)
+                    if place < 2:
+                        output = places[place].copy()
                         output = output if size == sizes[0] else output[0]
                         return output if kind is ndarray else from_numpy(output)
-        elif fast is None and self._tokens is not None and out is None and self._until_check > 0:
+        elif fast is None and self._tokens is not None and out is None:
             output = self._token_step(x)
             if output is not None:
                 return output
@@ -123,7 +121,7 @@ class Stepper:
 
     def _token_step(self, x: Any) -> Any:
         """The same for a token of one stream; None where x is something else, or the model has changed."""
-        native, unaltered, call, jobs, table, into, row, places = self._tokens
+        unaltered, call, job, table, into, row, places = self._tokens
         kind = type(x)
         is_array = kind is ndarray or kind is Tensor
         if kind is not int and not (is_array and x.shape in ((), (1,)) and x.dtype in (np.int64, torch.int64)):
@@ -133,11 +131,10 @@ class Stepper:
             return None
         row[0] = table[token]
         into[0] = token
-        if call(jobs[native.phase]):
+        place = call(job)
+        if place > 1:
             return None
-        output = places[native.phase].copy()
-        native.phase = 1 - native.phase
-        self._until_check -= 1
+        output = places[place].copy()
         output = output if is_array and x.shape else output[0]
         return output if kind is ndarray else from_numpy(output)
 
@@ -168,22 +165,22 @@ class Stepper:
             into.copy_(leaf)
         if self._counts is not None:
             native.x[-1][:, 0] = self._counts
+        reads.check_nan(x)
         native.look_up()
+        due = native.left <= 0
+        native.left = 1 if due else native.left
         begin = time.perf_counter()
-        found_nan = native.call(native.jobs[native.phase])
+        place = native.call(native.job)
         seconds = time.perf_counter() - begin
-        if found_nan:
-            reads.check_nan(x)
+        if place > 1:
             native.call_anyway()  # the NaN is one of the model's own
-        native.phase = 1 - native.phase
         self._stepped = True
-        self._until_check -= 1
-        if self._until_check < 0:
+        if due:
             reason = self._disagreement(seconds)
             if reason is not None:
                 return self._otherwise(x, reason, first)
         self._count()
-        return native.output(native.phase)
+        return native.output(native.place)
 
     def _by_the_model(self, x: State | None, first: bool = True) -> State:
         """One step of the model's own code; or of native code, if there is some that was not there before."""
@@ -234,15 +231,16 @@ class Stepper:
             self._same = unaltered(self._f, [], [])[0] if isinstance(self._f, nn.Module) else lambda: True
             return
         self._same, self._state = None, None
-        self._period = self._until_check = 0
+        self._period = 0
 
     def _leave(self) -> None:
         """The model has changed: take the state back, and look for native code again; or not, where that is in vain."""
         assert self._native is not None
-        self._state = map_state(_copy, self._native.state(self._native.phase))
+        served = self._period - self._native.left
+        self._state = map_state(_copy, self._native.state(self._native.place))
         self._drop()
         self._checks = min(self._checks, FIRST - 1)
-        self._changes = self._changes + 1 if self._period - self._until_check < FEW else 0
+        self._changes = self._changes + 1 if served < FEW else 0
         if self._changes >= RESTLESS:
             self._changes, self._pause, self._same = 0, PAUSE, lambda: False
             self._why = f"it changes at almost every step, so that the next {PAUSE:,} are not compiled."
@@ -270,7 +268,7 @@ class Stepper:
         assert reads is not None
         flow = iter(native.x)
         x = None if reads.like is None else rebuild(reads.like, [next(flow) for _ in leaves(reads.like)])
-        found = self._recurrence(x, map_state(_copy, native.state(1 - native.phase)))
+        found = self._recurrence(x, map_state(_copy, native.state(1 - native.place)))
         return found if found.index is None else replace(found, index=native.x[-1][None])
 
     def _disagreement(self, seconds: float) -> str | None:
@@ -279,13 +277,13 @@ class Stepper:
         assert native is not None
         assert isinstance(self._f, nn.Module)
         begin = time.perf_counter()
-        reason = disagreement(self._before(), native.returned(native.phase), 0)
+        reason = disagreement(self._before(), native.returned(native.place), 0)
         if reason is None and fingerprint(self._f) != native.marks:
             reason = "something that the step reads has changed"
         cost = time.perf_counter() - begin
         self._checks += 1
         self._period = 0 if self._checks < FIRST else max(SELDOM, int(cost / (SHARE * max(seconds, 1e-6))))
-        self._until_check = self._period
+        native.left = self._period
         return reason
 
     def _otherwise(self, x: State | None, reason: str, first: bool) -> State:
@@ -341,7 +339,7 @@ class Stepper:
     def state(self) -> State:
         """The state now, as a copy, in the structure that the step gives; it can be set, to any state like it."""
         if self._native is not None:
-            return map_state(_copy, self._native.state(self._native.phase))
+            return map_state(_copy, self._native.state(self._native.place))
         state = self._state
         if state is None:
             with _plainly():
@@ -389,7 +387,7 @@ class Stepper:
     def _new_context(self, context: Any) -> None:
         if self._context is None:
             raise ValueError("this stepper has no context. Type lf.Stepper(model, context=c).")
-        now = self._native.state(self._native.phase) if self._native is not None else self._state
+        now = self._native.state(self._native.place) if self._native is not None else self._state
         self._state = None if now is None else map_state(_copy, now)
         self._context, self._same = map_state(_copy, context), None
         self._drop()

@@ -141,34 +141,46 @@ class _Writer(Turned):
         b.ret_void()
 
     def _one(self) -> None:
-        """`team(job*)`, for a step by itself: 1 if what it reads holds NaN, and then nothing is done; else 0.
+        """`team(job*)`, for a step by itself. Returns in which of two places, 0 or 1, the state was before it.
 
-        The job is what `kernel` is called with, as six words. A call with one argument takes the least time in Python.
+        Or 2, where `left` is 0, so that someone should look first, and 3, where what the step reads holds NaN: then
+        nothing is done.
+
+        The job is five words: the place, `left`, the batch, and the buffers for a step from either place, which change
+        places after it. One call with one argument takes the least time in Python.
         """
         pointer, word = ir.PointerType(), self.i64
         team = ir.Function(self.module, ir.FunctionType(word, [pointer]), "team")
         (job,) = team.args
         outside = self.function, self.b
-        self.function, b = team, ir.IRBuilder(team.append_basic_block("entry"))
-        self.b = b
-        kinds = [word] * 4 + [pointer] * 2
-        given = [b.load(b.gep(job, [self._int(i)], source_etype=word), typ=kind) for i, kind in enumerate(kinds)]
+        self.function, self.b = team, ir.IRBuilder(team.append_basic_block("entry"))
+        b = self.b
+        at = [b.gep(job, [self._int(i)], source_etype=word) for i in range(5)]
+        place, left, batch = (b.load(address, typ=word) for address in at[:3])
+        with b.if_then(b.icmp_signed("<=", left, self._int(0))):
+            b.ret(self._int(2))
+        first, second = (b.load(address, typ=pointer) for address in at[3:])
+        buffers = b.select(b.icmp_signed("==", place, self._int(0)), first, second)
         found: Any = ir.Constant(ir.IntType(1), 0)
         widths = {v.index: v.width for v in self.plan.order() if v.op == "input"}
         for i, width in widths.items():
-            at = self._int(self.table.index(Buffer(Role.INPUT, i)))
-            row = b.load(b.gep(given[5], [at], source_etype=pointer), typ=pointer)
+            index = self._int(self.table.index(Buffer(Role.INPUT, i)))
+            row = b.load(b.gep(buffers, [index], source_etype=pointer), typ=pointer)
             before = b.block
-            with self._range(self._int(0), b.mul(given[1], self._int(width)), 1) as j:
+            with self._range(self._int(0), b.mul(batch, self._int(width)), 1) as j:
                 seen = b.phi(ir.IntType(1))
                 number = b.load(self._gep(row, j), typ=self.number)
                 now = b.or_(seen, b.fcmp_unordered("uno", number, number))
                 seen.add_incoming(found, before)
                 seen.add_incoming(now, b.block)
             found = now
-        with b.if_then(b.not_(found)):
-            b.call(outside[0], given)
-        b.ret(b.zext(found, word))
+        with b.if_then(found):
+            b.ret(self._int(3))
+        nothing = ir.Constant(pointer, None)
+        b.call(outside[0], [self._int(1), batch, self._int(0), batch, nothing, buffers])
+        b.store(b.sub(self._int(1), place), at[0])
+        b.store(b.sub(left, self._int(1)), at[1])
+        b.ret(place)
         self.function, self.b = outside
 
     # ---- carried rows

@@ -125,12 +125,12 @@ class NativeStep:
         given |= {Buffer(Role.CONTEXT, i): c for i, c in enumerate(contexts)}
         given |= {Buffer(Role.INPUT, i): rows.get(i, self.x[leaf]) for i, (leaf, _) in enumerate(code.reads)}
         given[Buffer(Role.SCRATCH, 0)] = torch.empty(native.scratch + native.shape.lanes, dtype=self.like.dtype)
-        self._held: Any = [given, *(self._bind(native, given, phase) for phase in range(2))]
-        self.jobs = tuple(ctypes.addressof(job) for _, job in self._held[1:])
+        self._held: Any = [given, *(self._bind(native, given, place) for place in range(2))]
+        self._job = (ctypes.c_int64 * 5)(0, 0, self.batch, *map(ctypes.addressof, self._held[1:]))  # see native._one
+        self.job = ctypes.addressof(self._job)
         kind = ctypes.CFUNCTYPE if code.products * self.batch > LONG else ctypes.PYFUNCTYPE  # the latter keeps the GIL
         self.call = kind(ctypes.c_int64, ctypes.c_void_p)(native.team)
         self._kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(native.kernel)
-        self.phase = 0  # where the state is now
         self.like_state = recurrence.state
         self.set_state(recurrence.state)
 
@@ -147,9 +147,23 @@ class NativeStep:
     def _tensor(self, constant: Tensor | float) -> Tensor:
         return constant if isinstance(constant, Tensor) else self.like.new_full((1,), constant)
 
-    def _bind(self, native: Native, given: dict[Buffer, Tensor], phase: int) -> tuple[Any, Any]:
-        """What a call is given that reads the state from the place `phase` and writes it to the other."""
-        before, after = self.out[phase], self.out[1 - phase]
+    @property
+    def place(self) -> int:
+        """In which of the two the state is now: 0 or 1."""
+        return self._job[0]
+
+    @property
+    def left(self) -> int:
+        """How many more steps may be taken before someone looks; where there is none, no step is."""
+        return self._job[1]
+
+    @left.setter
+    def left(self, steps: int) -> None:
+        self._job[1] = steps
+
+    def _bind(self, native: Native, given: dict[Buffer, Tensor], place: int) -> Any:
+        """The addresses of all that a step reads and writes which finds the state in `place`."""
+        before, after = self.out[place], self.out[1 - place]
         carried = self.code.loop.carried
         own = {Buffer(Role.START, i): before[k] for k, i in enumerate(carried)}
         own |= {Buffer(Role.STATES, i): after[k] for k, i in enumerate(carried)}
@@ -157,13 +171,13 @@ class NativeStep:
         tensors = [own[b] if b in own else given[b] for b in native.table]
         if any(t.dtype != self.like.dtype for t in tensors):
             raise Refusal("what is computed once has another dtype than its state.")
-        addresses = (ctypes.c_int64 * len(tensors))(*[t.data_ptr() for t in tensors])
-        return addresses, (ctypes.c_int64 * 6)(1, self.batch, 0, self.batch, 0, ctypes.addressof(addresses))
+        return (ctypes.c_int64 * len(tensors))(*[t.data_ptr() for t in tensors])
 
     def call_anyway(self) -> None:
         """The same call, whether or not there is NaN in what it reads."""
-        job: Any = self._held[1 + self.phase][1]
-        self._kernel(*job)
+        place, left, batch, *buffers = self._job
+        self._kernel(1, batch, 0, batch, 0, buffers[place])
+        self._job[0], self._job[1] = 1 - place, left - 1
 
     def look_up(self) -> None:
         """Fetch the rows of tables that the tokens in `x` name."""
@@ -175,7 +189,7 @@ class NativeStep:
             table.take(tokens, 0, out=rows, mode="clip")
 
     def _rows_alone(self) -> tuple[Any, ...] | None:
-        """All that a step needs that reads one row of numbers and gives one: where x goes, and what comes, by phase.
+        """All that a step needs that reads one row of numbers and gives one: where x goes, and what comes.
 
         None for other steps.
         """
@@ -183,19 +197,19 @@ class NativeStep:
             return None
         x, places = self.x[0].numpy(), self._places()
         bare = x.shape[1:] if self.batch == 1 else x.shape
-        return self, self.unaltered, self.call, self.jobs, x.dtype, (x.shape, bare), x, places
+        return self.unaltered, self.call, self.job, x.dtype, (x.shape, bare), x, places
 
     def _token_alone(self) -> tuple[Any, ...] | None:
         """The same for a step of one stream that reads one token, and nothing else."""
         if len(self.x) != 1 or len(self.tables) != 1 or self.batch != 1 or len(self.code.graph.results) > 1:
             return None
         ((_, table, rows),) = self.tables
-        return self, self.unaltered, self.call, self.jobs, table, self.x[0].numpy(), rows, self._places()
+        return self.unaltered, self.call, self.job, table, self.x[0].numpy(), rows, self._places()
 
     def _places(self) -> list[Any]:
-        """The output after a step, by the phase before it."""
+        """The output after a step, by the place where the state was before it."""
         leaf = len(self.code.graph.outputs) * len(self.code.graph.results)
-        return [self.rows_of(leaf, 1 - phase).numpy() for phase in range(2)]
+        return [self.rows_of(leaf, 1 - place).numpy() for place in range(2)]
 
     def output(self, place: int) -> State:
         """What the step that wrote to `place` gives to its caller: no copy."""
@@ -220,7 +234,7 @@ class NativeStep:
 
     def set_state(self, state: State) -> None:
         for i, leaf in enumerate(leaves(state)):
-            self.rows_of(i, self.phase).copy_(leaf)
+            self.rows_of(i, self.place).copy_(leaf)
 
     def returned(self, place: int) -> State:
         """What the step that wrote to `place` returned, as a sequence of one step."""
