@@ -400,6 +400,32 @@ def test_reset() -> None:
         stepper.reset(state, streams=[1])
 
 
+class Shown(lf.Transition):
+    """A part of the state that no step reads, and that is another part as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Linear(3, 3)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(torch.full((batch, 3), float(i), dtype=self.W.weight.dtype) for i in range(3))  # type: ignore
+
+    def forward(self, state: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = torch.tanh(self.W(state[0]) + x)
+        return h, h, h
+
+
+def test_parts_of_a_state_that_no_step_reads_can_be_set_too() -> None:
+    cell, x = Shown().double(), randn(5, 2, 3)
+    stepper = lf.Stepper(cell)
+    assert_same(steps(stepper, x), by_definition(cell, x).hidden)
+    state = randn(2, 3), randn(2, 3), randn(2, 3)
+    stepper.state = state
+    assert_same(stepper.state, state)
+    assert_same(steps(stepper, x), by_definition(cell, x, state=state).hidden)
+    assert NATIVE in stepper.explain()
+
+
 def test_a_learned_start_is_read_at_every_reset() -> None:
     cell: Any = cells(3, 5)["LearnedStart"]
     x = randn(3, 2, 3)
@@ -472,6 +498,17 @@ def test_many_threads() -> None:
 # ------------------------------------------------------------------ nothing is ever old
 
 
+class Times(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.factor
+
+
 class Masked(lf.Transition):
     """A weight that is computed from others; numbers, a list and a flag that the step reads."""
 
@@ -484,10 +521,11 @@ class Masked(lf.Transition):
         self.register_buffer("mask", torch.triu(torch.ones(5, 5, dtype=torch.float64)))
         self.register_buffer("order", torch.tensor([1, 2, 3, 4, 0]))
         self.scale, self.factors, self.inner = 0.5, [1.0, 2.0], nn.Sequential(nn.Identity())
+        self.helpers = [Times()]
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         h = self.inner(h[:, self.order]) @ (self.W * self.mask).T * self.factors[0] + x @ self.U + self.b
-        return torch.tanh(h * self.scale) * (2.0 if self.training else 1.0)
+        return self.helpers[0](torch.tanh(h * self.scale)) * (2.0 if self.training else 1.0)
 
 
 def _set(cell: Any, name: str, value: Any) -> Any:
@@ -511,6 +549,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a part": lambda f: f.inner.__setitem__(0, nn.Tanh()),
     "a hook": lambda f: f.inner.register_forward_hook(lambda part, given, h: h * 2),
     "a hook before": lambda f: f.register_forward_pre_hook(lambda part, given: (given[0] * 2, given[1])),
+    "a number in a module that is not registered": lambda f: _set(f.helpers[0], "factor", 3.0),
     "its class": lambda f: _set(f, "__class__", Doubled),
     "its code": lambda f: _set(f, "forward", lambda h, x: h + x.sum(-1, keepdim=True)),
     "turned round": lambda f: _set(f.U, "data", f.U.data.T.contiguous().T),

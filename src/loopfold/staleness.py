@@ -28,9 +28,11 @@ def unaltered(
     """
     look = _Look()
     for part in f.modules():
-        look.at_module(part)
+        look.ask(f"{look.name(part)}.__class__ is {look.name(type(part))}")
     for label, thing, kind in _Walk(f).mutable:
-        if label != "self":
+        if label == "self":
+            look.at_module(thing)
+        else:
             look.at(label, thing, kind)
     for name in ("forward_hooks", "forward_pre_hooks"):
         look.ask(f"not {look.name(getattr(torch_hooks, f'_global_{name}'))}")
@@ -70,12 +72,12 @@ class _Look:
             place = repr(key) if type(key) is str else self.name(key)
             self.ask(f"{where}[{place}] is {self.name(mapping[key])}")
 
-    def at_module(self, part: nn.Module) -> None:
-        held = vars(part)
-        self.ask(f"{self.name(part)}.__class__ is {self.name(type(part))}")
+    def at_module(self, held: dict[str, Any]) -> None:
+        """What a module holds: its parameters, buffers or parts; or its own attributes, hooks among them."""
+        if "_forward_hooks" not in held:
+            self.entries(held)
+            return
         self.entries(held, [key for key in held if key not in _OF_TORCH])
-        for own in (part._parameters, part._buffers, part._modules):
-            self.entries(own)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             self.ask(f"not {self.name(held[hooks])}")
 

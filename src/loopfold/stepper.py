@@ -175,12 +175,14 @@ class Stepper:
         if place > 1:
             native.call_anyway()  # the NaN is one of the model's own
         self._stepped = True
-        if due:
-            reason = self._disagreement(seconds)
-            if reason is not None:
-                return self._otherwise(x, reason, first)
+        reason = self._disagreement(seconds) if due else None
+        if reason is not None:
+            return self._otherwise(x, reason, first)
         self._count()
-        return native.output(native.place)
+        output = native.output(native.place)
+        if due and self._has_changed():
+            self._leave()
+        return output
 
     def _by_the_model(self, x: State | None, first: bool = True) -> State:
         """One step of the model's own code; or of native code, if there is some that was not there before."""
@@ -253,7 +255,7 @@ class Stepper:
         steps, and no step is held up.
         """
         with _plainly():
-            if self._native is not None and not self._native.unaltered():
+            if self._native is not None and (not self._native.unaltered() or self._has_changed()):
                 self._leave()
             if self._native is not None and self._stepped and self._disagreement(0.0) is not None:
                 recurrence = self._before()
@@ -275,16 +277,18 @@ class Stepper:
         """In words, how the last step differs from what the model's own code gives, if it does."""
         native = self._native
         assert native is not None
-        assert isinstance(self._f, nn.Module)
         begin = time.perf_counter()
         reason = disagreement(self._before(), native.returned(native.place), 0)
-        if reason is None and fingerprint(self._f) != native.marks:
-            reason = "something that the step reads has changed"
         cost = time.perf_counter() - begin
         self._checks += 1
         self._period = 0 if self._checks < FIRST else max(SELDOM, int(cost / (SHARE * max(seconds, 1e-6))))
         native.left = self._period
         return reason
+
+    def _has_changed(self) -> bool:
+        """Whether something is another than when the native code was made: asked of all, not only of what is quick."""
+        assert isinstance(self._f, nn.Module)
+        return self._native is not None and fingerprint(self._f) != self._native.marks
 
     def _otherwise(self, x: State | None, reason: str, first: bool) -> State:
         """The last step again, since it was wrong: traced anew; and by the model's own code, if that is wrong too."""

@@ -16,8 +16,9 @@ from loopfold.engines.programs import Found, alone, program_of
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.staleness import unaltered
 from loopfold.states import State, all_leaves, leaves, rebuild
+from loopfold.stepgraph.dependence import table_of
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, apply, needed_for
-from loopfold.stepgraph.hoist import table_of, whole_step
+from loopfold.stepgraph.hoist import whole_step
 from loopfold.stepgraph.loop import ordered
 from loopfold.stepgraph.recipes import Recipe
 from loopfold.stepgraph.verify import verify
@@ -79,8 +80,8 @@ def step_code(found: Found) -> StepCode:
 class NativeStep:
     """The code of a step, the parameters and the context that it reads, and two places for what it gives.
 
-    At every second step the state is read from the one and written to the other. `refusal` words are raised as
-    `Refusal` where there is no such code.
+    At every second step the state is read from the one and written to the other. Where there is no such code, a
+    `Refusal` says why.
     """
 
     def __init__(self, recurrence: Recurrence) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from loopfold.stepgraph.aten import Truth, aten, no_kernel
-from loopfold.stepgraph.dependence import closer_to_the_state, dependence, grown
+from loopfold.stepgraph.dependence import closer_to_the_state, dependence, dependence_in_a_step, grown
 from loopfold.stepgraph.graph import (
     BATCH,
     Node,
@@ -70,10 +70,8 @@ class _Hoist:
         self.contexts: list[Recipe] = []
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
-        self.depends = dependence(graph)
+        self.depends = dependence_in_a_step(graph) if whole else dependence(graph)
         self.grown = set[Node]() if whole else grown(graph, self.depends)
-        if whole:
-            self._keep_inside()
 
     def split(self, closer: bool) -> Loop:
         graph = self.graph
@@ -121,6 +119,9 @@ class _Hoist:
             else:
                 inside = leaf in in_loop and (self.whole or self.depends[leaf] == "state")
                 place = emit(leaf) if inside else None
+                if self.whole and i < len(graph.outputs) and place in leaves:  # a state can be set, part by part
+                    emitted.append(emitted[place])
+                    place = len(emitted) - 1
                 leaves.append(leaf if place is None or leaf.dtype != self.dtype else place)
         for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
             if node.op == "getitem" and node.args[0] in self.value_of:  # one of several results
@@ -172,14 +173,6 @@ class _Hoist:
             tuple(node for node, kind in self.depends.items() if kind == "aside"),
             tuple(node for node in self.graph.operations if node.is_check),
         )
-
-    def _keep_inside(self) -> None:
-        """Let all that reads x be computed in the loop, but for the rows of a table of parameters."""
-        for node in self.graph.operations:
-            if node.is_draw or node.is_check:
-                raise Refusal(f"it {'draws random numbers' if node.is_draw else 'checks values'} (aten.{node.op}).")
-            if self.depends[node] == "before" and not table_of(self.graph, node):
-                self.depends[node] = "state"
 
     # ---- nodes as values of the loop
 
@@ -390,13 +383,6 @@ def _product_and_row(terms: list[Value], recipes: list[Recipe], dtype: torch.dty
     if getattr(row.parts[0], "op", "") == "number":
         return None
     return Recipe(torch.addmm, (row, *node.args))
-
-
-def table_of(graph: StepGraph, node: Node) -> Node | None:
-    """The table of parameters of which `node` is the rows that x names, as an embedding has it."""
-    if node.op != "embedding" or node.args[1] not in graph.x or node.args[0] not in graph.parameters.values():
-        return None
-    return node.args[0]
 
 
 def _is_whole(node: Node) -> bool:
