@@ -354,6 +354,20 @@ def test_wrong_inputs(later: bool) -> None:
         lf.Stepper(lf.OutputRecurrence(3, 4, 2))
 
 
+def test_a_first_x_that_fails_decides_nothing() -> None:
+    cell = zoo.PeepholeLSTM(3, 5).double()
+    stepper = lf.Stepper(cell)
+    for wrong in (randn(2, 4), torch.zeros(1, 3), torch.full((2, 3), torch.nan, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="PeepholeLSTM|NaN"):
+            stepper.step(wrong)
+    x = randn(4, 1, 3)
+    assert_same(steps(stepper, x), by_definition(cell, x).hidden)
+    tokens = lf.Stepper(lf.Embedded(lf.Elman(3, 5), nn.Embedding(4, 3)))
+    with pytest.raises((IndexError, ValueError), match="token|index"):
+        tokens.step([1, 9])
+    assert tokens.step(1).shape == (5,)
+
+
 def test_infinity_is_a_number() -> None:
     cell = lf.Elman(3, 4)
     x = torch.tensor([[torch.inf, 0, 1]])

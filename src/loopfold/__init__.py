@@ -24,7 +24,7 @@ The modules in the order in which data flows; each imports only from those above
     patterns         SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder
     attention        AttentionDecoder, which looks back at all that its encoder read
     onestep          a model as one step: of a transition, of layers, of layers and a readout
-    reading          what a single step is given: arrays, tensors, numbers
+    reading          what a stepper is given: arrays, tensors, numbers; and states
     stepper          Stepper: a model that is run one step at a time
     drawing          pictures: the circuit, the unfolded graph, heat maps and curves
     backpropagation  the book's gradients by hand; truncated back-propagation

@@ -1,5 +1,7 @@
-"""What a single step is given: arrays, tensors or numbers become the tensors `[batch, …]` that the step reads."""
+"""What a stepper is given: arrays, tensors or numbers become the tensors `[batch, …]` that a step reads; and states."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,3 +218,65 @@ def _check_dtype(leaf: Tensor, dtype: torch.dtype, whose: str, given: Given) -> 
 def _check_device(leaf: Tensor, device: torch.device) -> None:
     if leaf.device != device:
         raise ValueError(f"x is on {leaf.device} and the model on {device}; move one of them with .to(...).")
+
+
+# ------------------------------------------------------------------ states
+
+
+def as_state(state: Any) -> State:
+    """A state of tensors or numpy arrays, as tensors."""
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(state)
+    if isinstance(state, tuple):
+        parts = [as_state(part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    if not isinstance(state, Tensor):
+        raise TypeError(f"a state is a tensor, or a tuple of tensors; got a {type(state).__name__}.")
+    return state.detach()
+
+
+def state_like(new: State, now: State | None, name: str) -> State:
+    """`new`, in the structure of the state that there is now, if it is of its sizes."""
+    parts = leaves(new)
+    if not parts or (now is None and len({leaf.shape[:1] for leaf in parts}) != 1):
+        raise ValueError(f"the state is {describe(new)}; its parts need the same batch.")
+    if now is None:
+        return new
+    if [leaf.shape for leaf in parts] != [leaf.shape for leaf in leaves(now)]:
+        raise ValueError(f"the state is {describe(new)}; {name} needs {describe(now)}.")
+    for leaf, like in zip(parts, leaves(now), strict=True):
+        if leaf.dtype != like.dtype or leaf.device != like.device:
+            raise TypeError(f"the state is {leaf.dtype} on {leaf.device}; it must be {like.dtype} on {like.device}.")
+    return rebuild(now, parts)
+
+
+def numbers_of(streams: Sequence[int], batch: int) -> Tensor:
+    """The numbers of some of `batch` streams, as a tensor."""
+    at = torch.as_tensor(streams)
+    if at.dtype == torch.bool or at.is_floating_point() or at.dim() != 1:
+        raise TypeError(f"streams must be a list of whole numbers, such as [0, 2]; got {streams!r}.")
+    if at.numel() and (int(at.min()) < 0 or int(at.max()) >= batch):
+        raise ValueError(f"this stepper has {batch} streams, 0 to {batch - 1}; got {list(streams)}.")
+    return at
+
+
+def copied(leaf: Tensor) -> Tensor:
+    """The same numbers in memory of their own."""
+    return leaf.detach().clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """While open, no gradients are kept and no dtypes changed, whatever the caller has set."""
+    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if not casts and not torch.is_inference_mode_enabled():  # the others take ten times as long
+        with torch.no_grad():
+            yield
+        return
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        yield

@@ -2,8 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from loopfold.engines.programs import forget
 from loopfold.engines.selfcheck import disagreement
 from loopfold.engines.stepped import NativeStep
 from loopfold.onestep import check_hooks, one_step, start_of
-from loopfold.reading import Reads, as_given, as_tensors
+from loopfold.reading import Reads, as_given, as_state, as_tensors, copied, numbers_of, plainly, state_like
 from loopfold.staleness import unaltered
 from loopfold.states import (
     State,
@@ -68,7 +67,7 @@ class Stepper:
         self._f = one_step(model)
         check_order(self._f)
         self._given_batch = None if batch is None else whole_number("Stepper", "batch", batch)
-        self._context = None if context is None else map_state(_copy, context)
+        self._context = None if context is None else map_state(copied, context)
         self._state: State | None = None  # None: the start, whatever that is. Native code has places of its own
         self._reads: Reads | None = None  # what x is like; None: not known yet
         self._counts: Tensor | None = None  # [batch], the number of each stream's next step, where the step asks for it
@@ -116,7 +115,7 @@ class Stepper:
             output = self._token_step(x)
             if output is not None:
                 return output
-        with _plainly():
+        with plainly():
             return self._step(x, out)
 
     def _token_step(self, x: Any) -> Any:
@@ -143,17 +142,21 @@ class Stepper:
         given = as_tensors(x)
         if self._open and self._reads is not None and not self._reads.fits(given):
             self._forget()
-        if self._reads is None:
-            self._reads = Reads.first(given, self._f, self._expected())
-        tensors, bare = self._reads.checked(given)
-        if self._native is not None and not self._native.unaltered():
-            self._leave()
-        output = self._by_the_model(tensors) if self._native is None else self._by_native_code(tensors)
+        before = self._state, self._counts
+        first, self._reads = self._reads is None, self._reads or Reads.first(given, self._f, self._expected())
+        try:
+            tensors, bare = self._reads.checked(given)
+            if self._native is not None and not self._native.unaltered():
+                self._leave()
+            output = self._by_the_model(tensors) if self._native is None else self._by_native_code(tensors)
+        except Exception:
+            if first:  # what this x is like says nothing of the next
+                self._forget()
+                self._state, self._counts = before
+            raise
         self._open = False
-        if self._native is not None and self._native.rows is not None:
-            self._fast = self._native.rows
-        if self._native is not None and self._native.tokens is not None:
-            self._tokens = self._native.tokens
+        if self._native is not None:
+            self._fast, self._tokens = self._native.rows, self._native.tokens
         return as_given(output, given, bare, out)
 
     def _by_native_code(self, x: State | None, first: bool = True) -> State:
@@ -239,7 +242,7 @@ class Stepper:
         """The model has changed: take the state back, and look for native code again; or not, where that is in vain."""
         assert self._native is not None
         served = self._period - self._native.left
-        self._state = map_state(_copy, self._native.state(self._native.place))
+        self._state = map_state(copied, self._native.state(self._native.place))
         self._drop()
         self._checks = min(self._checks, FIRST - 1)
         self._changes = self._changes + 1 if served < FEW else 0
@@ -254,7 +257,7 @@ class Stepper:
         ten times as long as a step of the model's own code. Call this in pauses of your own, at least once in 2,000
         steps, and no step is held up.
         """
-        with _plainly():
+        with plainly():
             if self._native is not None and (not self._native.unaltered() or self._has_changed()):
                 self._leave()
             if self._native is not None and self._stepped and self._disagreement(0.0) is not None:
@@ -270,7 +273,7 @@ class Stepper:
         assert reads is not None
         flow = iter(native.x)
         x = None if reads.like is None else rebuild(reads.like, [next(flow) for _ in leaves(reads.like)])
-        found = self._recurrence(x, map_state(_copy, native.state(1 - native.place)))
+        found = self._recurrence(x, map_state(copied, native.state(1 - native.place)))
         return found if found.index is None else replace(found, index=native.x[-1][None])
 
     def _disagreement(self, seconds: float) -> str | None:
@@ -343,12 +346,12 @@ class Stepper:
     def state(self) -> State:
         """The state now, as a copy, in the structure that the step gives; it can be set, to any state like it."""
         if self._native is not None:
-            return map_state(_copy, self._native.state(self._native.place))
+            return map_state(copied, self._native.state(self._native.place))
         state = self._state
         if state is None:
-            with _plainly():
+            with plainly():
                 state = self._start(self._expected() or 1, None)
-        return map_state(_copy, state)
+        return map_state(copied, state)
 
     @state.setter
     def state(self, state: State) -> None:
@@ -362,7 +365,7 @@ class Stepper:
 
         For a step that reads its number `t`, this is 0 again, unless a state is given for all streams.
         """
-        with _plainly():
+        with plainly():
             if context is not None:
                 self._new_context(context)
             if streams is not None:
@@ -392,22 +395,18 @@ class Stepper:
         if self._context is None:
             raise ValueError("this stepper has no context. Type lf.Stepper(model, context=c).")
         now = self._native.state(self._native.place) if self._native is not None else self._state
-        self._state = None if now is None else map_state(_copy, now)
-        self._context, self._same = map_state(_copy, context), None
+        self._state = None if now is None else map_state(copied, now)
+        self._context, self._same = map_state(copied, context), None
         self._drop()
 
     def _reset_some(self, state: State | None, streams: Sequence[int]) -> None:
         batch = self._expected()
-        at = torch.as_tensor(streams)
-        if at.dtype == torch.bool or at.is_floating_point() or at.dim() != 1:
-            raise TypeError(f"streams must be a list of whole numbers, such as [0, 2]; got {streams!r}.")
         if batch is None:
             raise ValueError("no step was taken yet, so all streams are at their start.")
-        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= batch):
-            raise ValueError(f"this stepper has {batch} streams, 0 to {batch - 1}; got {list(streams)}.")
+        at = numbers_of(streams, batch)
         now = self.state
         like = None if self._reads is None else self._reads.like
-        new = map_state(lambda leaf: leaf[at], self._start(batch, like)) if state is None else _as_state(state)
+        new = map_state(lambda leaf: leaf[at], self._start(batch, like)) if state is None else as_state(state)
         parts = list(zip(leaves(now), leaves(new), strict=False))
         if len(leaves(new)) != len(leaves(now)) or any(b.shape != a[at].shape for a, b in parts):
             wanted = map_state(lambda leaf: leaf[at], now)
@@ -420,27 +419,14 @@ class Stepper:
 
     def _set(self, state: State) -> None:
         """All of the state, if it is like the one that there is."""
-        new = _as_state(state)
-        batch = self._expected()
-        known = self._state is not None or self._native is not None
-        now = self.state if known or batch is not None else None
-        parts = leaves(new)
-        if not parts or (now is None and len({leaf.shape[:1] for leaf in parts}) != 1):
-            raise ValueError(f"the state is {describe(new)}; its parts need the same batch.")
-        if now is not None:
-            if [leaf.shape for leaf in parts] != [leaf.shape for leaf in leaves(now)]:
-                raise ValueError(f"the state is {describe(new)}; {name_of(self.model)} needs {describe(now)}.")
-            for leaf, like in zip(parts, leaves(now), strict=True):
-                if leaf.dtype != like.dtype or leaf.device != like.device:
-                    raise TypeError(
-                        f"the state is {leaf.dtype} on {leaf.device}; it must be {like.dtype} on {like.device}."
-                    )
-            new = rebuild(now, parts)
+        known = self._state is not None or self._native is not None or self._expected() is not None
+        new = state_like(as_state(state), self.state if known else None, name_of(self.model))
         if self._native is not None:
             self._native.set_state(new)
             self._fast = self._tokens = None
         else:
-            self._state = map_state(_copy, new)
+            self._state = map_state(copied, new)
+        self._open = False
 
     def _expected(self) -> int | None:
         """How many streams there are, if that is known."""
@@ -451,7 +437,7 @@ class Stepper:
         return len(known[0]) if known else None
 
     def _start(self, batch: int, x: State | None) -> State:
-        return map_state(_copy, start_of(self._f, batch, x, self._context))
+        return map_state(copied, start_of(self._f, batch, x, self._context))
 
     # ---- copies
 
@@ -472,35 +458,3 @@ class Stepper:
 
     def __repr__(self) -> str:
         return f"Stepper({name_of(self.model)}, batch={self._expected()})"
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """While open, no gradients are kept and no dtypes changed, whatever the caller has set."""
-    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if not casts and not torch.is_inference_mode_enabled():  # the others take ten times as long
-        with torch.no_grad():
-            yield
-        return
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
-        yield
-
-
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _as_state(state: Any) -> State:
-    if isinstance(state, np.ndarray):
-        return torch.from_numpy(state)
-    if isinstance(state, tuple):
-        parts = [_as_state(part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-    if not isinstance(state, Tensor):
-        raise TypeError(f"a state is a tensor, or a tuple of tensors; got a {type(state).__name__}.")
-    return state.detach()
