@@ -1,5 +1,6 @@
 """Stepper: a model that is run one step at a time, as its inputs come."""
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ class Stepper:
         self._why = "it has not taken a step yet."  # there is no native code
         self._same: Any = None  # whether that reason may still hold; None: ask
         self._period = self._checks = 0  # steps from the last check to the next, and checks so far
+        self._pace, self._since = math.inf, 0.0  # seconds that a step takes; and when the last check was over
         self._changes = self._pause = 0
         self._stepped = False  # whether the two places of the native code hold the state before and after a step
         self._open = False  # whether the next x may be another number of streams
@@ -172,13 +174,10 @@ class Stepper:
         native.look_up()
         due = native.left <= 0
         native.left = 1 if due else native.left
-        begin = time.perf_counter()
-        place = native.call(native.job)
-        seconds = time.perf_counter() - begin
-        if place > 1:
+        if native.call(native.job) > 1:
             native.call_anyway()  # the NaN is one of the model's own
         self._stepped = True
-        reason = self._disagreement(seconds) if due else None
+        reason = self._disagreement() if due else None
         if reason is not None:
             return self._otherwise(x, reason, first)
         self._count()
@@ -260,7 +259,7 @@ class Stepper:
         with plainly():
             if self._native is not None and (not self._native.unaltered() or self._has_changed()):
                 self._leave()
-            if self._native is not None and self._stepped and self._disagreement(0.0) is not None:
+            if self._native is not None and self._stepped and self._disagreement() is not None:
                 recurrence = self._before()
                 forget(recurrence)
                 _, self._state = parted(recurrence.take(recurrence.state, 0), recurrence.state)
@@ -276,15 +275,18 @@ class Stepper:
         found = self._recurrence(x, map_state(copied, native.state(1 - native.place)))
         return found if found.index is None else replace(found, index=native.x[-1][None])
 
-    def _disagreement(self, seconds: float) -> str | None:
+    def _disagreement(self) -> str | None:
         """In words, how the last step differs from what the model's own code gives, if it does."""
         native = self._native
         assert native is not None
-        begin = time.perf_counter()
+        begin, taken = time.perf_counter(), self._period - native.left
+        if taken >= SELDOM // 2:  # pauses are no part of it, so the least counts
+            self._pace = min(self._pace, (begin - self._since) / taken)
         reason = disagreement(self._before(), native.returned(native.place), 0)
-        cost = time.perf_counter() - begin
+        self._since = time.perf_counter()
         self._checks += 1
-        self._period = 0 if self._checks < FIRST else max(SELDOM, int(cost / (SHARE * max(seconds, 1e-6))))
+        cost = self._since - begin
+        self._period = 0 if self._checks < FIRST else max(SELDOM, int(cost / (SHARE * self._pace)))
         native.left = self._period
         return reason
 
