@@ -18,7 +18,8 @@ from test_random_steps import assert_agrees_in_single_precision
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.engines import driver, looped, programs, selfcheck
+from loopfold.engines import driver, looped, programs, replay, selfcheck
+from loopfold.engines.replay import Replays
 from loopfold.states import leaves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -180,6 +181,7 @@ def test_a_block_that_is_lost_is_an_error_and_not_a_hang(monkeypatch: pytest.Mon
         with torch.no_grad():
             return lf.unfold(cell, x, engine=lf.FusedGPU()).hidden
 
+    monkeypatch.setattr(replay, "OFTEN", 10**9)  # what is replayed is not launched
     before = [run() for _ in range(selfcheck.FIRST + 1)][-1]  # later runs are not looked at at once
     launch = driver.CudaLauncher.launch
     with monkeypatch.context() as patch:
@@ -214,6 +216,7 @@ def test_later_checks_make_nobody_wait() -> None:
 
 def test_a_corrupted_kernel_is_found_out_at_a_later_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cell, x = lf.LSTM(3, 17).cuda(), torch.randn(9, 4, 3).cuda()
+    monkeypatch.setattr(replay, "OFTEN", 10**9)  # what is replayed does not call it
     watch = _checked_runs(cell, x)
     right = looped._LoopedKernel.forward
 
@@ -232,7 +235,7 @@ def test_a_corrupted_kernel_is_found_out_at_a_later_run(monkeypatch: pytest.Monk
 
 
 def _checked_runs(cell: nn.Module, x: Tensor) -> selfcheck.Watch:
-    for _ in range(selfcheck.FIRST + 1):
+    for _ in range(selfcheck.FIRST + 5):  # once captured, with its way back, nothing waits either
         lf.unfold(cell, x, engine=lf.Looped()).hidden.sum().backward()
     return programs.program_of(lf.unfolding.checked(cell, x, None, None, None)).program.watch.of("Looped")
 
@@ -264,28 +267,62 @@ def test_a_language_model_on_a_gpu_learns_what_it_learns_on_the_cpu(tmp_path: Pa
         assert len(lf.generate(run.model, run.vocabulary, "the ", 20, pick)) == 20
 
 
-# ------------------------------------------------------------------ Looped as a CUDA graph
+# ------------------------------------------------------------------ runs as CUDA graphs
 
 
-@pytest.mark.parametrize("make", [lf.LSTM, lf.LayerNormLSTM, zoo.Slots], ids=lambda m: m.__name__)
+def graphs_of(cell: nn.Module, x: Tensor, lengths: list[int] | None = None) -> list[Any]:
+    made = programs.program_of(lf.unfolding.checked(cell, x, None, lengths, None)).program.made
+    return [graph for kept in made.values() if isinstance(kept, Replays) for graph in kept.graphs]
+
+
+@pytest.mark.parametrize("make", [lf.LSTM, lf.LayerNormLSTM, zoo.Sliced], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("lengths", [None, [9, 1, 4]])
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedGPU()], ids=str)
 def test_replayed_graphs_give_what_the_cpu_gives(
-    make: Callable[[int, int], nn.Module], lengths: list[int] | None
+    engine: lf.Engine, make: Callable[[int, int], nn.Module], lengths: list[int] | None
 ) -> None:
     """Run, captured, replayed: with other numbers, weights and lengths each time, and at last with other sizes."""
+    dtype, tolerance = (torch.float64, 1e-9) if engine == lf.Looped() else (torch.float32, 5e-4)
     cell = make(4, 17).double()
-    for turn in range(8):
-        x = torch.randn(9 + turn // 6, 3, 4).double()
+    ours = copy.deepcopy(cell).to("cuda", dtype)
+    for turn in range(14):
+        x = torch.randn(9 + turn // 12, 3, 4)
         with torch.no_grad():
-            for p in cell.cpu().parameters():
-                p.add_(0.1 * torch.randn_like(p))
+            for p, own in zip(cell.parameters(), ours.parameters(), strict=True):
+                own.copy_(p.add_(0.1 * torch.randn_like(p)))
         ends = None if lengths is None else [lengths[(i + turn) % 3] for i in range(3)]
-        expected = gradients(cell, x, ends, lf.Sequential())
-        found = gradients(cell.cuda(), x.cuda(), ends, lf.Looped())
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    made = programs.program_of(lf.unfolding.checked(cell, x.cuda(), None, ends, None)).program.made
-    kernels = [kernel for kernel in made.values() if isinstance(kernel, looped._Python)]
-    assert sum(len(kernel.replays.graphs) for kernel in kernels) >= 2  # forwards and backwards
+        expected = gradients(cell, x.double(), ends, lf.Sequential())
+        found = gradients(ours, x.to("cuda", dtype), ends, engine)
+        torch.testing.assert_close([t.double() for t in found], expected, rtol=tolerance, atol=tolerance)
+    (graph,) = graphs_of(ours, x.to("cuda", dtype), ends)
+    assert [way is not None for way in graph.ways_back.values()] == [True]
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedGPU()], ids=str)
+def test_training_by_graphs_is_training_without(engine: lf.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, two runs for each way back, losses on parts, an optimiser."""
+
+    def train(often: int) -> tuple[list[Tensor], int]:
+        monkeypatch.setattr(replay, "OFTEN", often)
+        torch.manual_seed(1)
+        cell = lf.Embedded(lf.LSTM(5, 24), nn.Embedding(11, 5)).cuda()
+        optimiser = torch.optim.Adam(cell.parameters(), 0.01)
+        tokens = torch.randint(11, (40, 20, 8), generator=torch.Generator().manual_seed(2)).cuda()
+        kept = []
+        for i, x in enumerate(tokens):
+            first = lf.unfold(cell, x, engine=engine)
+            second = lf.unfold(cell, x.flip(0), first.last, engine=engine)
+            last = [second.hidden[3:].square().sum(), second.last[1].sum(), (second.states[0] - first.hidden).sum()]
+            optimiser.zero_grad()
+            (last[i % 3] + first.hidden[5].sum()).backward()
+            optimiser.step()
+            kept.append(second.hidden)
+        return [*kept, *cell.parameters()], len(graphs_of(cell, x))
+
+    (ours, captured), (theirs, none) = train(4), train(10**9)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert captured >= 2
+    assert none == 0
 
 
 def test_replayed_graphs_on_several_streams() -> None:

@@ -249,3 +249,48 @@ def test_every_buffer_is_described() -> None:
     assert str(Buffer(Role.MATRIX, 3, True)) == (
         "matrix 3 of what is computed once, in the order in which the kernel reads it, transposed"
     )
+
+
+class Filtered(nn.Module):
+    """One convolution over the state, and one back to its sizes."""
+
+    def __init__(self, there: nn.Module, back: nn.Module, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.there, self.back, self.sizes = there, back, sizes
+
+    def initial_state(self, batch: int) -> Tensor:
+        start = torch.linspace(-1, 1, batch * math.prod(self.sizes)).view(batch, *self.sizes)
+        return start.to(next(self.parameters()).dtype)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.back(torch.relu(self.there(h))) + x.view(h.shape))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("there", "back", "sizes"),
+    [
+        (
+            nn.Conv1d(4, 6, 3, padding=2, dilation=2, groups=2),
+            nn.ConvTranspose1d(6, 4, 3, padding=1, bias=False),
+            (4, 7),
+        ),
+        (nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ConvTranspose2d(3, 2, 4, stride=2, padding=1), (2, 4, 6)),
+        (nn.Conv2d(3, 3, (1, 3), padding="same", padding_mode="circular", groups=3), nn.Conv2d(3, 3, 1), (3, 2, 5)),
+        (nn.Conv3d(1, 2, 2, padding=1), nn.Conv3d(2, 1, 2, bias=False), (1, 2, 3, 2)),
+    ],
+    ids=["dilated", "strided", "circular", "3d"],
+)
+def test_a_convolution_over_the_state(
+    there: nn.Module, back: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, engine: lf.Engine
+) -> None:
+    step = Filtered(there, back, sizes).to(dtype)
+    x = torch.randn(6, 3, math.prod(sizes), dtype=dtype)
+    assert_agrees(engine, step, x, [6, 1, 4])
+
+
+def test_a_convolution_that_is_too_large_is_refused() -> None:
+    step = Filtered(nn.Conv2d(8, 8, 3, padding=1), nn.Identity(), (8, 32, 32))
+    with pytest.raises(ValueError, match="a convolution of 8192 numbers into 8192 is too large"):
+        lf.unfold(step, torch.randn(3, 1, 8 * 32 * 32), engine=lf.Looped())

@@ -502,6 +502,24 @@ class Unitary(lf.Transition):
         return self.U.new_full((batch, self.U.shape[0]), 0.3)
 
 
+class ConvLSTM(lf.Transition):
+    """Shi et al. (2015): gates by a convolution over what is read and the state, [batch, channels, places]."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.conv = _matrix(n, n_in), nn.Conv1d(1 + 2, 4 * 2, 3, padding=1)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        h = self.U.new_zeros(batch, 2, self.U.shape[0])
+        return h, h.clone()
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        h, c = state
+        i, f, o, g = self.conv(torch.cat([(x @ self.U.T)[:, None], h], 1)).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+
 def irnn(n_in: int, n: int) -> lf.Elman:
     return lf.Elman(n_in, n, torch.relu, recurrent_init=lf.ScaledIdentity(1.0))
 
@@ -517,7 +535,7 @@ WITH_INPUT = (
 # Their states are more than rows
 TENSORS = (
     *(LinearAttention, DeltaNet, MatrixLSTM, HeadedLSTM, FastWeights, TuringMemory, HiddenMarkov, Rotation),
-    *(Covariance, Experts, Unitary),
+    *(Covariance, Experts, Unitary, ConvLSTM),
 )
 
 

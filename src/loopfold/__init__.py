@@ -12,10 +12,10 @@ The modules in the order in which data flows; each imports only from those above
     stepgraph        the step as data: graph; surrogate, pick, recorder, functions, trace; aten (what is known of
                      torch's operations), moves (where they put numbers); ops and loop (the loop's own language),
                      recipes, rules (from one to the other), rowwise, dependence, split, hoist, differentiate, verify
-    engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, compiled, writing and
-                     cache (what the next share); replay, looped; plan, vectors, picking, rows, turned, native (machine
-                     code), fused_cpu, stepped; cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver,
-                     fused_gpu; auto
+    engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, writing, cache (what the
+                     next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay, compiled;
+                     looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
+                     auto
     unfolding        unfold(), Unfolding
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional
     conversion       from_torch, to_torch: torch's own modules as ours, and back

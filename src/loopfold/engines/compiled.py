@@ -7,6 +7,7 @@ gradients.
 
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.draws import Draws, draw, generators, set_generators
 from loopfold.engines.kernel import Call, Kernel, LoopFunction
 from loopfold.engines.programs import Found, forget, program_of
+from loopfold.engines.replay import Replays
 from loopfold.engines.selfcheck import (
     FIRST,
     Guard,
@@ -86,9 +88,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     """
     doubted: list[int] = []
     like = leaves(recurrence.state)[0]
-    draws = program_of(recurrence).program.loop.draws and not (
-        like.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
+    draws = program_of(recurrence).program.loop.draws and not _captures(like)
     before = generators(like) if draws else None
     states, reason = _checked(engine, kernel, recurrence, doubted)
     if reason is None:
@@ -116,13 +116,13 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     if found.program.loop.draws and recurrence.draws is None:
         recurrence = replace(recurrence, draws=_drawn(recurrence, found))
     try:
-        states = _run(engine, kernel, recurrence, found)
+        states = _run_or_replay(engine, kernel, recurrence, found)
     except Unsound as fault:
         return None, str(fault)
     end = time.perf_counter()
     device, record = leaves(states)[0].device, any(leaf.requires_grad for leaf in leaves(states))
     on_gpu = device.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
+    if _captures(leaves(states)[0]):
         return states, None
     doubted += watch.doubts() if on_gpu else []
     wait = not on_gpu or bool(doubted) or watch.runs < FIRST
@@ -161,20 +161,49 @@ def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:
     )
 
 
-def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -> State:
-    """Once, before, the loop, after."""
+def _run_or_replay(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -> State:
+    """As `_run`; on a GPU as a CUDA graph, where that gains and such calls come often."""
+    program, like = found.program, leaves(recurrence.state)[0]
+    steps, batch = recurrence.steps, like.shape[0]
+    if not like.is_cuda or program.loop.draws or not kernel.gains_by_replay(program, steps, batch):
+        return _run(engine, kernel, recurrence, found)
+    tensors, index, lengths = recurrence.tensors, recurrence.index, recurrence.lengths
+    more = [t if t is None else t.to(like.device) for t in (index, lengths)]
+
+    def run(given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(given[len(tensors) :])
+        index, lengths = [t if t is None else next(rest) for t in more]
+        part = replace(recurrence.on(given[: len(tensors)]), index=index, lengths=lengths)
+        return leaves(_run(engine, kernel, part, found, parameters))
+
+    key = ("replays", kernel)
+    replays = program.made.get(key) or program.made.setdefault(key, Replays(type(engine).__name__))
+    given = [*tensors, *(t for t in more if t is not None)]
+    sizes = (steps, lengths is None, index is None, found.numbers)
+    return rebuild(program.graph.structure, replays.run(run, sizes, given, _parameters(recurrence, found)))
+
+
+def _run(
+    engine: Engine,
+    kernel: Kernel,
+    recurrence: Recurrence,
+    found: Found,
+    parameters: Sequence[Tensor] | None = None,
+) -> State:
+    """Once, before, the loop, after; with the parameters of the step, or with others in their place."""
     program = found.program
     loop, graph, tau = program.loop, program.graph, recurrence.steps
     start = leaves(recurrence.state)
     batch = start[0].shape[0]
     rows = tau * batch
 
-    values = _given(recurrence, found)
+    values = _given(recurrence, found, parameters)
     if loop.draws:
         values |= recurrence.draws.sequences()
     many, which = rows, None
     xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in recurrence.sequences]
-    if len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point() and not (loop.outside or loop.draws):
+    tokens = len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point()
+    if tokens and not (loop.outside or loop.draws or _captures(start[0])):
         xs[0], which = xs[0].unique(return_inverse=True)  # tokens: each kind is computed on once
         many = len(xs[0])
     values |= zip(graph.x, xs, strict=True)
@@ -228,16 +257,26 @@ def _run(engine: Engine, kernel: Kernel, recurrence: Recurrence, found: Found) -
     return rebuild(graph.structure, [*results[cut:], *results[:cut]])
 
 
-def _given(recurrence: Recurrence, found: Found) -> dict[Node, Any]:
+def _given(recurrence: Recurrence, found: Found, parameters: Sequence[Tensor] | None = None) -> dict[Node, Any]:
     """The parameters and the numbers of the step, as they are now."""
-    assert isinstance(recurrence.f, nn.Module)
-    values: dict[Node, Any] = {node: tensor_of(recurrence.f) for node, tensor_of in found.program.parameters}
+    tensors = _parameters(recurrence, found) if parameters is None else parameters
+    values: dict[Node, Any] = {node: t for (node, _), t in zip(found.program.parameters, tensors, strict=True)}
     values |= zip(found.program.graph.numbers, found.numbers, strict=True)
     return values
 
 
+def _parameters(recurrence: Recurrence, found: Found) -> list[Tensor]:
+    assert isinstance(recurrence.f, nn.Module)
+    return [tensor_of(recurrence.f) for _, tensor_of in found.program.parameters]
+
+
 def _drawn(recurrence: Recurrence, found: Found) -> Draws:
     return draw(found.program.loop, _given(recurrence, found), recurrence.steps, leaves(recurrence.state)[0])
+
+
+def _captures(like: Tensor) -> bool:
+    """Whether a CUDA graph is being made, in which no size may depend on a value."""
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _sized(rows: Tensor, many: int, width: int) -> Tensor:

@@ -99,7 +99,7 @@ def problem(device: torch.device) -> str | None:
         return "NVRTC, which comes with torch's CUDA builds, was not found."
     try:
         index = torch.cuda.current_device() if device.index is None else device.index
-        with _on(index):
+        with on_device(index):
             module = ctypes.c_void_p()
             image = _nvrtc('extern "C" __global__ void kernel() {}', "", _architecture(device))
             _check(_cuda().cuModuleLoadData(ctypes.byref(module), image), "a kernel was not loaded")
@@ -122,7 +122,7 @@ class CudaLauncher:
     def launch(self, blocks: int, args: Any, device: torch.device) -> None:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         threads, shared = self.code.plan.geometry.threads, self.code.plan.shared_bytes
-        with _on(device.index):
+        with on_device(device.index):
             function, _ = self._function(device.index)
             stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
             status = _cuda().cuLaunchCooperativeKernel(
@@ -132,7 +132,7 @@ class CudaLauncher:
 
     def most_blocks(self, device: torch.device) -> int:
         """How many blocks can run at the same time."""
-        with _on(device.index):
+        with on_device(device.index):
             return self._function(device.index)[1]
 
     def _function(self, device: int) -> tuple[Any, int]:
@@ -154,6 +154,15 @@ class CudaLauncher:
         return self.functions[device]
 
 
+def new_stream(device: int) -> int:
+    """A stream of the driver's own, as an address; it waits for no other."""
+    stream = ctypes.c_void_p()
+    with on_device(device):
+        _check(_cuda().cuStreamCreate(ctypes.byref(stream), 1), "there is no stream")
+    assert stream.value is not None
+    return stream.value
+
+
 @functools.cache
 def _context(device: int) -> int:
     context = ctypes.c_void_p()
@@ -162,8 +171,8 @@ def _context(device: int) -> int:
     return context.value
 
 
-def _on(device: int) -> AbstractContextManager[Any]:
-    """`with _on(device):` it is the current one, and the thread has its context, which those of autograd may lack."""
+def on_device(device: int) -> AbstractContextManager[Any]:
+    """`with on_device(device):` it is the current one, and the thread has its context, as those of autograd may not."""
     current = ctypes.c_void_p()
     _cuda().cuCtxGetCurrent(ctypes.byref(current))
     if not current.value:

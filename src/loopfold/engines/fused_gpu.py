@@ -16,7 +16,7 @@ from loopfold.engines.cuda import CudaCode, write_cuda
 from loopfold.engines.cuda_plan import LOAD, TILE, Geometry, Plan
 from loopfold.engines.cuda_values import FORMATS
 from loopfold.engines.kernel import Call
-from loopfold.engines.programs import alone, program_of
+from loopfold.engines.programs import Program, alone, program_of
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written, tf32
 from loopfold.states import State, leaves
 from loopfold.stepgraph.loop import Builder, ordered
@@ -25,6 +25,7 @@ from loopfold.stepgraph.ops import Kind
 EXCHANGE_BYTES = 256 << 20  # of one launch; longer sequences take several
 MOST_BYTES = 2 << 30  # of one value at one step, since a kernel counts them in 32 bits
 MOST_SIZES = 64  # of runs, for which a kernel has everything prepared
+REPLAYED = 1 << 25  # numbers that a run holds: so many are kept for a CUDA graph
 OLDEST = (8, 0)  # compute capability: Ampere
 
 
@@ -53,6 +54,7 @@ class FusedGPU(Engine):
         return self._writer().misfit(recurrence) if reason is None else reason
 
     def run(self, recurrence: Recurrence) -> State:
+        _error(leaves(recurrence.state)[0].device)
         return run_compiled(self, self._writer(), recurrence)
 
     def code(self, recurrence: Recurrence) -> str:
@@ -83,6 +85,9 @@ class GPUWriter(Writer):
 
     def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         return _OnGPU(name, source, builder, dtype, self)
+
+    def gains_by_replay(self, program: Program, steps: int, batch: int) -> bool:
+        return steps * batch * program.numbers <= REPLAYED  # what takes longer does not wait for Python
 
     def misfit(self, recurrence: Recurrence) -> str | None:
         """Why a step of the loop language does not fit the GPU; found out once for each batch."""

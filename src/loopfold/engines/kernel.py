@@ -45,6 +45,10 @@ class Kernel(ABC):
     def backward(self, program: Program, call: "Call", saved: "Saved", incoming: list[Tensor | None]) -> Gradients:
         """The way back, from the gradients that come to the emitted values (None where none does)."""
 
+    def gains_by_replay(self, program: Program, steps: int, batch: int) -> bool:
+        """Whether a GPU runs it faster as a CUDA graph, for which the memory of a run is kept."""
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -116,8 +120,7 @@ class LoopFunction(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(saved.state[0].device.type, enabled=False):
             results = _each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
-            name = type(ctx.engine).__name__
-            results = [None if r is None else _Once.apply(name, r, *sources) for r in results]
+            results = once(type(ctx.engine).__name__, results, sources)
         return (*[None] * 6, *results)
 
 
@@ -211,6 +214,11 @@ def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     for left, right in parts[:-1]:
         total.addmm_(left.T, right)
     return total
+
+
+def once(name: str, results: list[Tensor | None], sources: list[Tensor]) -> list[Tensor | None]:
+    """Gradients that depend on `sources`, and cannot be differentiated again: `name` is that of the engine."""
+    return [None if r is None else _Once.apply(name, r, *sources) for r in results]
 
 
 class _Once(torch.autograd.Function):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +11,14 @@ from torch import Tensor
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.compiled import compiled_refusal, run_compiled
 from loopfold.engines.kernel import Call
-from loopfold.engines.replay import Replays
+from loopfold.engines.programs import Program
 from loopfold.engines.writing import Buffer, Ran, Role, Source, Writer, Written
 from loopfold.states import State
 from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.moves import Positions
 from loopfold.stepgraph.ops import OPS, Kind
 
-MOST_LAUNCHES = 1 << 17  # of a CUDA graph, roughly: what is longer takes too long to capture
+MOST_LAUNCHES = 1 << 16  # of a CUDA graph, roughly: what is longer takes too long to capture
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,16 @@ class Looped(Engine):
 
 @dataclass(frozen=True)
 class _LoopedKernel(Writer):
+    def gains_by_replay(self, program: Program, steps: int, batch: int) -> bool:
+        return steps * program.operations < MOST_LAUNCHES
+
     def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         function = _Function(source)
         return _Python(source, function.table, f"# {name}\n{function.text}\n", list(function.positions))
 
 
 class _Python(Written):
-    """A function of Python, and the buffers that it is called with. On a GPU it becomes a CUDA graph."""
+    """A function of Python, and the buffers that it is called with."""
 
     def __init__(self, source: Source, table: list[Buffer], text: str, positions: list[Positions]) -> None:
         self.source, self.table, self.text = source, table, text
@@ -57,34 +59,21 @@ class _Python(Written):
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         exec(compile(text, "<loopfold looped>", "exec"), namespace)
         self.function: Callable[..., tuple[list[Tensor], list[Tensor], list[Tensor]]] = namespace["run"]
-        self.replays = Replays()
 
     def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
         like = next(iter(buffers.values()))
         device = like.device
         if device not in self.positions:
             self.positions[device] = [p.to(device) for p in self.positions[torch.device("cpu")]]
-        lengths = [] if call.lengths is None else [call.lengths.to(device)]
-        given = [*self.positions[device], *lengths, *(buffers[b] for b in self.table)]
-        function = partial(self._flat, call.steps, call.batch, like)
-        if like.is_cuda and given and call.steps * self.text.count("\n") < MOST_LAUNCHES:
-            results = self.replays.run(function, (call.steps, call.batch), given)
-        else:
-            results = function(*given)
-        out, moved = results[: len(self.source.out)], results[len(self.source.out) :]
+        lengths = None if call.lengths is None else call.lengths.to(device)
+        given = [buffers[b] for b in self.table]
+        out, moved, sums = self.function(call.steps, call.batch, lengths, like, self.positions[device], *given)
         if not self.source.backwards:  # autograd gives these away, so none may share its memory with another
             taken = {t.untyped_storage().data_ptr() for t in buffers.values()}
             for i, t in enumerate(out):
                 out[i] = t.clone() if t.untyped_storage().data_ptr() in taken else t
                 taken.add(out[i].untyped_storage().data_ptr())
-        rows = len(self.source.moves)
-        return Ran(out, [row.clone() for row in moved[:rows]], moved[rows:])  # a row may be a part of a sequence
-
-    def _flat(self, steps: int, batch: int, like: Tensor, *given: Tensor) -> list[Tensor]:
-        """What the function returns, in one list: `out`, `moved`, `sums`."""
-        count = len(self.positions[like.device])
-        lengths, rest = (given[count], given[count + 1 :]) if self.source.masked else (None, given[count:])
-        return [t for part in self.function(steps, batch, lengths, like, given[:count], *rest) for t in part]
+        return Ran(out, [row.clone() for row in moved], sums)  # a row may be a part of a sequence
 
     def code(self, state: Tensor) -> str:
         return self.text

@@ -55,6 +55,16 @@ class Program:
         order = ordered(reverse.roots(), stop=(*self.loop.emitted, *self.kept))
         return sorted({v.index for v in order if v.op == "input"})
 
+    @cached_property
+    def operations(self) -> int:
+        """How many values a step of the loop has."""
+        return len(ordered(self.loop.emitted))
+
+    @cached_property
+    def numbers(self) -> int:
+        """How many a run that has a way back holds, for each step and sequence, roughly."""
+        return sum(v.width for v in (*self.loop.emitted, *self.kept)) + 2 * sum(self.loop.widths)
+
     def reverse(self, arrives: tuple[bool, ...]) -> Reverse:
         """The reverse step, where `arrives[k]` says whether a gradient comes to emitted value k."""
         key = ("reverse", arrives)

@@ -1,9 +1,16 @@
-"""Many small launches of a GPU as one: a function of tensors, replayed as a CUDA graph where its sizes repeat."""
+"""Many launches of a GPU as one: a run and its way back, replayed as CUDA graphs where the same sizes come often.
 
+A graph works in memory of its own: a replay copies in what it is given, and copies out what it found. There it also
+leaves what the way back reads, so until that way has been gone, or cannot be gone any more, the graph is busy, and the
+next run takes another graph or none.
+"""
+
+import gc
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,64 +18,73 @@ import torch
 from torch import Tensor
 
 from loopfold.engines.base import EngineWarning
+from loopfold.engines.driver import new_stream, on_device
+from loopfold.engines.kernel import once
+from loopfold.engines.selfcheck import come_many
 from loopfold.engines.writing import tf32
 
-OFTEN = 4  # calls with the same sizes, after which it is captured
-MOST_GRAPHS = 4  # of a function: each holds the memory of one run
+OFTEN = 4  # calls with the same sizes, after which they are captured
+MOST_GRAPHS = 4  # of a program: each holds the memory of one run
 LONG_AGO = 64  # calls: a graph that was last used before them makes room for another
 MOST_SIZES = 256  # whose calls are counted
+
+Run = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]  # of what is given, and of the parameters
 
 _capturing = threading.Lock()
 
 
-@dataclass(eq=False)
-class _Graph:
-    graph: Any
-    given: list[Tensor]  # where the graph reads
-    results: list[Tensor]  # where it writes
-    free: Any  # an event: the last run has read its results
-    used: int = 0  # at which call
+class CannotCapture(Exception):
+    """CUDA does not capture what a run does."""
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # its memory may be given to others only when its last run is over
-            self.free.synchronize()
 
-    def replay(self, given: list[Tensor]) -> list[Tensor]:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.free)  # another stream may still read what the last run has written
-        torch._foreach_copy_(self.given, given)
-        self.graph.replay()
-        results = [t.clone() for t in self.results]
-        self.free.record(stream)
-        return results
+class NotNow(Exception):
+    """There is no room for a graph, or nothing may wait for the GPU."""
 
 
 class Replays:
-    """The CUDA graphs of a function, by its sizes. It waits for nothing on the host, and returns tensors."""
+    """The CUDA graphs of a program, by its sizes; `name` is the engine's, for messages."""
 
-    def __init__(self) -> None:
-        self.graphs: dict[Any, _Graph] = {}
-        self.counts: dict[Any, int] = {}  # calls with sizes that were not captured
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.graphs: list[_Graph] = []
+        self.counts: dict[Any, int] = {}  # calls with sizes that have no graph, or none that is free
         self.calls = 0
         self.lock = threading.Lock()
-        self.gave_up = False
+        self.gave_up = torch.version.hip is not None
 
-    def run(self, function: Callable[..., list[Tensor]], sizes: tuple[int, ...], given: list[Tensor]) -> list[Tensor]:
-        """`function(*given)`: as it is, or replayed where it has been called with such sizes often enough."""
-        if torch.cuda.is_current_stream_capturing() or self.gave_up:
-            return function(*given)
-        key = (sizes, given[0].device, _precision(), *((t.shape, t.stride(), t.dtype) for t in given))
-        with self.lock, torch.cuda.device(given[0].device):
-            self.calls += 1
-            graph = self.graphs.get(key)
-            if graph is None and self._is_worth_it(key):
-                graph = self._capture(function, given)
-                if graph is not None:
-                    self.graphs[key] = graph
+    def run(self, run: Run, sizes: tuple[Any, ...], given: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+        """`run(given, parameters)`: as it is, or replayed where it has been called with such sizes often enough."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # a graph keeps what is theirs to keep
+        if self.gave_up or hooks is not None or torch.cuda.is_current_stream_capturing():
+            return run(given, parameters)
+        grad = torch.is_grad_enabled()
+        shapes = [(t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in (*given, *parameters)]
+        key = (sizes, given[0].device, _precision(), *shapes, *(p.data_ptr() for p in parameters))
+        with self.lock, on_device(given[0].device.index):
+            graph = self._graph(key, run, given, parameters)
             if graph is not None:
                 graph.used = self.calls
-                return graph.replay(given)
-        return function(*given)
+                return graph.run(given, parameters)
+        return run(given, parameters)
+
+    def _graph(self, key: Any, run: Run, given: list[Tensor], parameters: list[Tensor]) -> "_Graph | None":
+        self.calls += 1
+        free = next((graph for graph in self.graphs if graph.key == key and not graph.busy), None)
+        if free is not None or not self._is_worth_it(key):
+            return free
+        try:
+            self.graphs.append(_Graph(self.name, key, run, given, parameters))
+            return self.graphs[-1]
+        except NotNow:
+            return None
+        except CannotCapture as error:
+            self.gave_up = True
+            warnings.warn(
+                f"a run cannot be captured as a CUDA graph, so its launches go one by one: {error}",
+                EngineWarning,
+                stacklevel=2,
+            )
+            return None
 
     def _is_worth_it(self, key: Any) -> bool:
         """Whether sizes come often, and there is room for their graph."""
@@ -78,32 +94,12 @@ class Replays:
         if self.counts[key] < OFTEN:
             return False
         if len(self.graphs) == MOST_GRAPHS:
-            oldest = min(self.graphs, key=lambda key: self.graphs[key].used)
-            if self.graphs[oldest].used > self.calls - LONG_AGO:
+            oldest = min(self.graphs, key=lambda graph: graph.used)
+            if oldest.used > self.calls - LONG_AGO:
                 return False
-            del self.graphs[oldest]
+            self.graphs.remove(oldest)
         del self.counts[key]
         return True
-
-    def _capture(self, function: Callable[..., list[Tensor]], given: list[Tensor]) -> _Graph | None:
-        torch.cuda.current_stream().synchronize()
-        stream = torch.cuda.Stream(given[0].device)  # not torch's own, which belongs to the first device that captured
-        try:
-            with _capturing, torch.inference_mode(False), torch.no_grad():
-                graph, own = torch.cuda.CUDAGraph(), [torch.empty_like(t) for t in given]
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    results = function(*own)
-            return _Graph(graph, own, results, torch.cuda.Event())
-        except torch.OutOfMemoryError:  # another time, perhaps
-            return None
-        except RuntimeError as error:
-            self.gave_up = True
-            warnings.warn(
-                f"a loop cannot be captured as a CUDA graph, so its launches go one by one: {error}",
-                EngineWarning,
-                stacklevel=2,
-            )
-            return None
 
 
 def _precision() -> tuple[Any, ...]:
@@ -111,3 +107,209 @@ def _precision() -> tuple[Any, ...]:
     matmul: Any = torch.backends.cuda.matmul
     reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
     return tf32(), *reduced, torch.are_deterministic_algorithms_enabled()
+
+
+# ------------------------------------------------------------------ one graph
+
+
+@dataclass(eq=False)
+class _Captured:
+    """Launches, where they read, and where they write; None where there is nothing."""
+
+    graph: Any
+    given: list[Tensor]  # as .data, whose changes autograd does not count
+    results: Sequence[Tensor | None]
+
+    def __post_init__(self) -> None:
+        self.found = [None if t is None else t.detach() for t in self.results]
+
+    def replay(self, given: Sequence[Tensor]) -> list[Tensor | None]:
+        torch._foreach_copy_(self.given, list(given))
+        self.graph.replay()
+        return [None if t is None else t.clone() for t in self.found]
+
+
+class _Graph:
+    """A run in memory of its own, and its ways back: one for each set of results to which gradients come."""
+
+    def __init__(self, name: str, key: Any, run: Run, given: list[Tensor], parameters: list[Tensor]) -> None:
+        self.name, self.key = name, key
+        self.used = 0  # at which call
+        self.user: Callable[[], Any] = lambda: None  # the run whose way back has not been gone, if there is one
+        self.lock = threading.Lock()
+        self.tried: set[tuple[bool, ...]] = set()
+        self.ways_back: dict[tuple[bool, ...], _Captured | None] = {}  # None: it cannot be captured
+        self.turns = _Turns(given[0].device)
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+            own = [torch.empty_like(t).requires_grad_(t.requires_grad) for t in given]
+            # .data: the user's hooks are not called here, and a change of a parameter is no mistake
+            weights = [p.data.requires_grad_(p.requires_grad) for p in parameters]
+            self.sources = [t for t in (*own, *weights) if t.requires_grad]
+            self.there = self.turns.capture(lambda: run(own, weights), own)
+
+    @property
+    def busy(self) -> bool:
+        return self.user() is not None
+
+    def run(self, given: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+        if not any(t.requires_grad for t in self.there.results if t is not None):
+            return self.forwards(given)
+        user = _User()
+        self.user = weakref.ref(user)
+        return list(_Replayed.apply(self, user, len(given), *given, *parameters))
+
+    def forwards(self, given: Sequence[Tensor]) -> list[Tensor]:
+        with self.turns:
+            return [t for t in self.there.replay(given) if t is not None]
+
+    def back(self, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of `sources`, from those of the results."""
+        arrives, gs = tuple(g is not None for g in incoming), [g for g in incoming if g is not None]
+        with self.lock:
+            way = None if come_many(incoming) else self._way_back(arrives, gs)
+            if way is None:
+                return self.turns.aside(lambda: self._gradients(arrives, gs))
+            with self.turns:
+                return way.replay(gs)
+
+    def _way_back(self, arrives: tuple[bool, ...], gs: list[Tensor]) -> _Captured | None:
+        """Captured at the second time: at the first, kernels are compiled."""
+        if arrives not in self.tried:
+            self.tried.add(arrives)
+            return None
+        if arrives not in self.ways_back:
+            own = [torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in gs]
+            try:
+                self.ways_back[arrives] = self.turns.capture(lambda: self._gradients(arrives, own), own)
+            except NotNow:
+                return None
+            except CannotCapture:
+                self.ways_back[arrives] = None
+        return self.ways_back[arrives]
+
+    def _gradients(self, arrives: tuple[bool, ...], gs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        reached = [t for t, here in zip(self.there.results, arrives, strict=True) if here and t is not None]
+        with torch.autocast(self.sources[0].device.type, enabled=False):
+            return torch.autograd.grad(reached, self.sources, gs, retain_graph=True, allow_unused=True)
+
+
+class _User:
+    """A run whose way back may still be gone."""
+
+
+class _Replayed(torch.autograd.Function):
+    """A replayed run as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, user: _User, n_given: int, *roots: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph, ctx.user = graph, user
+        # so that torch tells whoever changes a parameter before the way back
+        ctx.save_for_backward(*(t for i, t in enumerate(roots) if i >= n_given or t.requires_grad))
+        ctx.set_materialize_grads(False)
+        results = graph.forwards(roots[:n_given])
+        pairs = zip(results, graph.there.results, strict=True)
+        ctx.mark_non_differentiable(*(found for found, own in pairs if own is not None and not own.requires_grad))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        if all(g is None for g in incoming):
+            return (None,) * len(ctx.needs_input_grad)
+        sources = [t for t in (*ctx.saved_tensors, *incoming) if t is not None and t.requires_grad]
+        if ctx.user is None:
+            raise RuntimeError("a way back is gone twice: type backward(retain_graph=True) for the first time.")
+        with torch.no_grad():
+            found = iter(ctx.graph.back(incoming))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.user = None  # the next run may have the graph
+        results = [next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
+        if torch.is_grad_enabled():  # this gradient may be differentiated in turn
+            results = once(ctx.graph.name, results, sources)
+        return None, None, None, *results
+
+
+# ------------------------------------------------------------------ streams
+
+
+class _Turns:
+    """Those who use the memory of a graph, one after the other, on whatever stream each of them is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _own_streams(device).pop()
+        self.free = torch.cuda.Event()  # the last one has read what it wanted
+        self.pool: Any = None
+
+    def __enter__(self) -> None:
+        _current(self.stream.device).wait_event(self.free)
+
+    def __exit__(self, *_: object) -> None:
+        self.free.record(_current(self.stream.device))
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a graph's memory may be given to others only when its last run is over
+            self.free.synchronize()
+            _own_streams(self.stream.device).append(self.stream)
+
+    def capture(self, function: Callable[[], Sequence[Tensor | None]], given: list[Tensor]) -> _Captured:
+        if torch.cuda.get_sync_debug_mode():
+            raise NotNow
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.stream(
+            torch.cuda.current_stream()
+        )  # torch.cuda.graph does not go back to it after a fault
+        try:
+            with _capturing, _no_garbage(), current, torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
+                results = function()
+        except torch.OutOfMemoryError:
+            raise NotNow from None
+        except RuntimeError as error:
+            raise CannotCapture(str(error)) from error
+        self.pool = graph.pool()
+        return _Captured(graph, [t.data for t in given], results)
+
+    def aside(self, function: Callable[[], Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """What a function gives that is not captured, on the stream on which its own part of autograd was recorded."""
+        current = _current(self.stream.device)
+        self.stream.wait_stream(current)
+        self.stream.wait_event(self.free)
+        with torch.cuda.stream(self.stream):
+            results = function()
+        current.wait_stream(self.stream)
+        found = [None if t is None else t.clone() for t in results]
+        self.free.record(current)
+        return found
+
+
+_known: dict[tuple[torch.device, int], Any] = {}
+_streams: dict[torch.device, list[Any]] = {}
+
+
+def _current(device: torch.device) -> Any:
+    """The current stream of a device, as torch.cuda.current_stream, which takes far longer."""
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _known:
+        _known[key] = torch.cuda.current_stream(device)
+    return _known[key]
+
+
+def _own_streams(device: torch.device) -> list[Any]:
+    """Streams of CUDA that nobody else has; torch gives the same few of its own to all who ask.
+
+    What others do on a stream while it is captured would not be done, but become a part of the graph.
+    """
+    free = _streams.setdefault(device, [])
+    if not free:
+        free.append(torch.cuda.ExternalStream(new_stream(device.index), device))
+    return free
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """While open, none is collected: an event or a graph that dies would break off what is being captured."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

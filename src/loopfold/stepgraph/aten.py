@@ -119,7 +119,6 @@ _INSTEAD = {
         ("index", "index_select", "gather", "scatter", "scatter_add", "index_add", "take_along_dim"), _INDEX
     ),
     **dict.fromkeys(("complex", "view_as_complex", "polar"), "Write real and imaginary parts, [batch, n, 2]."),
-    "convolution": "A product with a matrix has one.",
 }
 
 

@@ -25,16 +25,18 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix `[k, m]` that is the same at every step: a node, or a part of one, or its transpose."""
+    """A matrix `[k, m]` that is the same at every step: a node, or a part of one, its transpose, or made of it."""
 
     node: Node
     shape: tuple[int, int]
     part: tuple[int, ...] = ()  # of a node of more than two dimensions
     transposed: bool = False
+    made: Callable[[Tensor], Tensor] | None = None
 
     def rows(self, start: int, stop: int) -> Recipe:
         def make(tensor: Tensor) -> Tensor:
             matrix = tensor[self.part] if self.part else tensor
+            matrix = matrix if self.made is None else self.made(matrix)
             matrix = matrix.mT if self.transposed else matrix
             return matrix if (start, stop) == (0, self.shape[0]) else matrix[start:stop]
 

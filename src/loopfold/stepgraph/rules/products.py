@@ -1,17 +1,19 @@
 """Products: of rows with a matrix, and of what changes with what changes."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from loopfold.stepgraph.graph import Batch, Node, Refusal, sizes_of
+from loopfold.stepgraph.graph import BATCH, Batch, Node, Refusal, sizes_of
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.moves import size_of
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rules.registry import rule
 
 MOST_TERMS = 1 << 18  # of all sums in a product of what changes with what changes
+MOST_WEIGHTS = 1 << 20  # of a convolution as a matrix: with more, its zeros cost more than Python does
 MOST_PRODUCTS = 16  # of rows of one sequence by a matrix, each compiled by itself
 
 
@@ -31,6 +33,39 @@ def _plus_product(hoist: Any, node: Node, bias: Any, a: Any, b: Any, beta: float
 def _mv(hoist: Any, node: Node, a: Any, b: Any) -> Value:
     row = hoist.broadcast(node.args[1], b, node.args[0].shape)
     return hoist.builder.make("sum", hoist.builder.mul(a, hoist.row(row)), width=size_of(node.shape))
+
+
+@dataclass(frozen=True)
+class _AsMatrix:
+    """What a convolution does to `[…, channels, places…]`, as a matrix: its rows are what it makes of one-hots."""
+
+    sizes: tuple[int, ...]
+    how: tuple[Any, ...]  # stride, padding, dilation, transposed, output padding, groups
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        k = math.prod(self.sizes)
+        ones = torch.eye(k, dtype=weight.dtype, device=weight.device).view(k, *self.sizes)
+        return torch.convolution(ones, weight, None, *self.how).flatten(1)
+
+
+@rule("convolution")
+def _convolution(hoist: Any, node: Node, v: Any, weight: Any, bias: Any, *how: Any) -> Value:
+    read, filters, bias_node = node.args[:3]
+    if not isinstance(v, Value) or isinstance(weight, Value) or read.shape[0] != BATCH:
+        raise Refusal("a convolution whose filters change, or over another dimension before the batch, has no kernel.")
+    shape = size_of(read.shape), size_of(node.shape)
+    if math.prod(shape) > MOST_WEIGHTS:
+        raise Refusal(
+            f"a convolution of {shape[0]} numbers into {shape[1]} is too large: as a matrix it has no kernel."
+        )
+    settings = tuple(tuple(h) if isinstance(h, list | tuple) else h for h in how)
+    made = _AsMatrix(sizes_of(read.shape)[1:], settings)
+    product = hoist.matmul(v, Matrix(filters, shape, made=made))
+    if bias_node is None:
+        return product
+    places = shape[1] // node.shape[1]
+    each = Recipe(lambda b: b.repeat_interleave(places), (bias_node,))
+    return hoist.builder.add(product, hoist.constant(each, shape[1], ("each place", bias_node, places)))
 
 
 def _multiply(hoist: Any, a: Node, b: Node, left: Any, right: Any) -> Value:
