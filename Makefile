@@ -24,6 +24,7 @@ bench: .venv/bench-ready
 	.venv/bin/python benchmarks/training.py
 	.venv/bin/python benchmarks/short_sequences.py
 	.venv/bin/python benchmarks/selfcheck.py
+	.venv/bin/python benchmarks/stepper.py
 
 examples: .venv/examples-ready
 	.venv/bin/python examples/build.py

@@ -17,7 +17,7 @@ MAP = re.findall(r"^    (\w+) {2,}\S", lf.__doc__ or "", re.MULTILINE)
 PUBLIC = """
     Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU MGU Uniform Orthogonal ScaledIdentity
     step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU FusedGPU Auto
-    unfold Unfolding
+    unfold Unfolding Stepper
     Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp
     GeneralisedTeacherForcing Soft Raw Greedy Sample

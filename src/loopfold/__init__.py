@@ -7,6 +7,7 @@ The modules in the order in which data flows; each imports only from those above
     undoing          how the contents of lists, modules, sources of random numbers, … are read, compared and put back
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     casts            torch.autocast around a call: what it was told, without it, with it again
+    staleness        whether all that a trace has fixed is as it was, in a microsecond
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph        the step as data: graph; surrogate, pick, recorder, functions, trace; aten (what is known of
@@ -15,7 +16,8 @@ The modules in the order in which data flows; each imports only from those above
                      split, hoist, differentiate, verify
     engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, writing, cache (what the
                      next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay, compiled;
-                     looped; plan, vectors, picking, rows, native (machine code), fused_cpu; fused_gpu; auto
+                     looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
+                     auto
     unfolding        unfold(), Unfolding
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional
     conversion       from_torch, to_torch: torch's own modules as ours, and back
@@ -23,6 +25,9 @@ The modules in the order in which data flows; each imports only from those above
     wiring           what a pattern is: Pattern, its Readout and its Wiring
     patterns         SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder
     attention        AttentionDecoder, which looks back at all that its encoder read
+    onestep          a model as one step: of a transition, of layers, of layers and a readout
+    reading          what a stepper is given: arrays, tensors, numbers; and states
+    stepper          Stepper: a model that is run one step at a time
     drawing          pictures: the circuit, the unfolded graph, heat maps and curves
     backpropagation  the book's gradients by hand; truncated back-propagation
     gradients        the share of each step; how far gradients reach

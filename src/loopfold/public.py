@@ -56,6 +56,7 @@ from loopfold.report.page import write_report
 from loopfold.spectrum import Eigenvalues, eigenvalues
 from loopfold.stepgraph.graph import StepGraph
 from loopfold.stepgraph.trace import step_graph
+from loopfold.stepper import Stepper
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
 from loopfold.training.folder import RunError
@@ -153,6 +154,7 @@ __all__ = [
     "Stacked",
     "StepGradients",
     "StepGraph",
+    "Stepper",
     "Stopped",
     "Subwords",
     "TeacherForcing",

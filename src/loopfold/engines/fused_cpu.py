@@ -83,7 +83,7 @@ class _FusedKernel(Writer):
     threads: int
 
     def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
-        return _Fused(name, source, dtype, self.threads)
+        return Fused(name, source, dtype, self.threads)
 
 
 @functools.cache
@@ -100,12 +100,12 @@ def _tile(batch: int, threads: int) -> int:
 # ------------------------------------------------------------------ compiled kernels
 
 
-class _Fused(Written):
+class Fused(Written):
     """A source, and the kernels in memory that were made for it."""
 
     def __init__(self, name: str, source: Source, dtype: torch.dtype, threads: int) -> None:
         self.name, self.source, self.dtype, self.threads = name, source, dtype, threads
-        self.natives: dict[int, _Native] = {}
+        self.natives: dict[int, Native] = {}
 
     def code(self, state: Tensor) -> str:
         _, code = self._code(_tile(len(state), self.threads))
@@ -119,13 +119,13 @@ class _Fused(Written):
         shape = Shape(tile, "float" if self.dtype == torch.float32 else "double", _machine())
         return shape, write(self.source, shape)
 
-    def _native(self, batch: int) -> "_Native":
+    def native(self, batch: int) -> "Native":
         tile = _tile(batch, self.threads)
         if tile not in self.natives:
             with alone():
                 if tile not in self.natives:
                     shape, code = self._code(tile)
-                    self.natives[tile] = _Native(*_load(self.name, code.code), code.table, code.scratch, shape)
+                    self.natives[tile] = Native(*_load(self.name, code.code), code.table, code.scratch, shape)
         return self.natives[tile]
 
     def run(self, call: Call, buffers: dict[Buffer, Tensor]) -> Ran:
@@ -139,11 +139,11 @@ class _Fused(Written):
             else:
                 moved.append(like.new_zeros(call.batch, after.width))
                 buffers[Buffer(Role.CARRY, before.index)] = moved[-1]
-        return Ran(out, moved, self._native(call.batch).run(call, buffers, source.sums, self.threads))
+        return Ran(out, moved, self.native(call.batch).run(call, buffers, source.sums, self.threads))
 
 
 @dataclass(frozen=True, eq=False)
-class _Native:
+class Native:
     """A kernel in memory, ready to call."""
 
     kernel: int  # addresses of the two functions
@@ -157,7 +157,7 @@ class _Native:
         like, tile = next(iter(buffers.values())), self.shape.tile
         matrices = [buffer for buffer in self.table if buffer.role is Role.MATRIX]
         constants = {b: buffers[Buffer(Role.CONSTANT, b.index)] for b in matrices}
-        buffers = buffers | {b: self._pack(t.T if b.transposed else t) for b, t in constants.items()}
+        buffers = buffers | {b: self.pack(t.T if b.transposed else t) for b, t in constants.items()}
         lengths = None if call.lengths is None else call.lengths.to(torch.int64).contiguous()
         tiles = -(-call.batch // tile)
         shares = min(threads, tiles)
@@ -177,7 +177,7 @@ class _Native:
         _run_jobs(self.kernel, self.team, jobs)
         return [s.sum(0) for s in sums]
 
-    def _pack(self, matrix: Tensor) -> Tensor:
+    def pack(self, matrix: Tensor) -> Tensor:
         """A matrix in the order in which the kernel reads it: blocks of columns, each row by row."""
         depth, columns = matrix.shape
         blocks, vectors = self.shape.block(columns)

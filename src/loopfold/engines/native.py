@@ -12,7 +12,8 @@ from llvmlite import ir
 
 from loopfold.engines.picking import Spot, kind_of
 from loopfold.engines.plan import Place, Plan
-from loopfold.engines.rows import Rows, Shape
+from loopfold.engines.rows import Shape
+from loopfold.engines.turned import Turned
 from loopfold.engines.vectors import LLVM
 from loopfold.engines.writing import Buffer, Role, Source
 from loopfold.stepgraph.loop import Value
@@ -37,11 +38,14 @@ def write(source: Source, shape: Shape) -> Code:
     return Code(str(writer.module), writer.table, writer.row_size * shape.tile)
 
 
-class _Writer(Rows):
+class _Writer(Turned):
     def __init__(self, plan: Plan, shape: Shape) -> None:
         super().__init__(plan, shape)
         self._body()
-        self._team()
+        if plan.source.single:
+            self._one()
+        else:
+            self._team()
 
     # ---- the whole function
 
@@ -136,6 +140,49 @@ class _Writer(Rows):
         b.position_at_end(done)
         b.ret_void()
 
+    def _one(self) -> None:
+        """`team(job*)`, for a step by itself. Returns in which of two places, 0 or 1, the state was before it.
+
+        Or 2, where `left` is 0, so that someone should look first, and 3, where what the step reads holds NaN: then
+        nothing is done.
+
+        The job is five words: the place, `left`, the batch, and the buffers for a step from either place, which change
+        places after it. One call with one argument takes the least time in Python.
+        """
+        pointer, word = ir.PointerType(), self.i64
+        team = ir.Function(self.module, ir.FunctionType(word, [pointer]), "team")
+        (job,) = team.args
+        outside = self.function, self.b
+        self.function, self.b = team, ir.IRBuilder(team.append_basic_block("entry"))
+        b = self.b
+        at = [b.gep(job, [self._int(i)], source_etype=word) for i in range(5)]
+        place, left, batch = (b.load(address, typ=word) for address in at[:3])
+        with b.if_then(b.icmp_signed("<=", left, self._int(0))):
+            b.ret(self._int(2))
+        first, second = (b.load(address, typ=pointer) for address in at[3:])
+        buffers = b.select(b.icmp_signed("==", place, self._int(0)), first, second)
+        found: Any = ir.Constant(ir.IntType(1), 0)
+        widths = {v.index: v.width for v in self.plan.order() if v.op == "input"}
+        for i, width in widths.items():
+            index = self._int(self.table.index(Buffer(Role.INPUT, i)))
+            row = b.load(b.gep(buffers, [index], source_etype=pointer), typ=pointer)
+            before = b.block
+            with self._range(self._int(0), b.mul(batch, self._int(width)), 1) as j:
+                seen = b.phi(ir.IntType(1))
+                number = b.load(self._gep(row, j), typ=self.number)
+                now = b.or_(seen, b.fcmp_unordered("uno", number, number))
+                seen.add_incoming(found, before)
+                seen.add_incoming(now, b.block)
+            found = now
+        with b.if_then(found):
+            b.ret(self._int(3))
+        nothing = ir.Constant(pointer, None)
+        b.call(outside[0], [self._int(1), batch, self._int(0), batch, nothing, buffers])
+        b.store(b.sub(self._int(1), place), at[0])
+        b.store(b.sub(left, self._int(1)), at[1])
+        b.ret(place)
+        self.function, self.b = outside
+
     # ---- carried rows
 
     def _start_carries(self) -> None:
@@ -166,6 +213,10 @@ class _Writer(Rows):
 
     def _product(self, v: Value) -> None:
         """y[r, :] = Σ_k row[r, k] · M[k, :] for the R rows of the tile, one block of columns at a time."""
+        pitch = self.source.pitches[v.index[0]] if self.source.pitches else 0
+        if pitch < 0:
+            self._turned_product(v, -pitch)
+            return
         b, left, tile = self.b, v.args[0], self.shape.tile
         depth, home = left.width, self.plan.home(v)
         blocks, vectors = self.shape.block(v.width)
@@ -179,17 +230,18 @@ class _Writer(Rows):
         turns = tile <= 2 and 24 << 10 <= depth * blocks * width * self._align() <= 96 << 10
 
         def block(start: ir.Value, index: ir.Value, masks: list[Any]) -> None:
-            base = self._gep(matrix, self._mul(index, depth * width))
+            base = self._gep(matrix, start if pitch else self._mul(index, depth * width))
+            parts = masks if pitch else [None] * vectors  # what is packed has full rows
             zero = [[[self._splat(0.0)] * vectors for _ in range(tile)] for _ in range(chains)]
             main = depth // chains
             with self._accumulate(main, zero) as (k, sums):
                 k = self._there_and_back(k, main) if turns else k
                 for c in range(chains):
                     at = self._add(self._mul(k, chains), self._int(c))
-                    self._multiply_add(sums[c], rows, base, at, width, vectors)
+                    self._multiply_add(sums[c], rows, base, at, pitch or width, parts)
             sums = self._accumulated
             for c, k_left in enumerate(range(main * chains, depth)):
-                self._multiply_add(sums[c], rows, base, self._int(k_left), width, vectors)
+                self._multiply_add(sums[c], rows, base, self._int(k_left), pitch or width, parts)
             for r in range(tile):
                 for i in range(vectors):
                     value = sums[0][r][i]
@@ -200,7 +252,7 @@ class _Writer(Rows):
                         self._save(value, self._at(home, self._int(r), j), masks[i])
 
         self._writes(home, v.width)
-        padded = home.buffer.role is not Role.OUT
+        padded = home.buffer.role is not Role.OUT and not pitch
         full = blocks if padded and blocks * width == self._padded(v.width) else v.width // width
         if full > 1:
             with self._range(self._int(0), self._int(full), 1) as index:
@@ -219,13 +271,14 @@ class _Writer(Rows):
         return self.b.add(self.b.mul(self.parity, self._int(count - 1)), self.b.mul(i, forwards))
 
     def _multiply_add(
-        self, sums: list[list[Any]], rows: list[Any], base: Any, k: Any, width: int, vectors: int
+        self, sums: list[list[Any]], rows: list[Any], base: Any, k: Any, pitch: int, masks: list[Any]
     ) -> None:
-        line = [self._load(self._gep(base, self._add(self._mul(k, width), self._int(i * self.lanes))), None)
-                for i in range(vectors)]  # fmt: skip
+        line = [self._splat(0.0) if mask is False
+                else self._load(self._gep(base, self._add(self._mul(k, pitch), self._int(i * self.lanes))), mask)
+                for i, mask in enumerate(masks)]  # fmt: skip
         for r, row in enumerate(rows):
             number = self._splat(self.b.load(self._gep(row, k), typ=self.number))
-            sums[r] = [self._call("fma", number, line[i], sums[r][i]) for i in range(vectors)]
+            sums[r] = [self._call("fma", number, line[i], sums[r][i]) for i in range(len(line))]
 
     def _mask(self, count: int, padded: bool) -> Any:
         """Which lanes of a vector are there: None for all, False for none."""

@@ -66,6 +66,8 @@ class Source:
     backwards: bool
     masked: bool  # whether sequences end at steps of their own
     halves: Halves
+    single: bool = False  # whether it is called for one step at a time, with addresses that stay as they are
+    pitches: tuple[int, ...] = ()  # of matrices that are read where they lie: from row to row; < 0: of the transpose
 
     @cached_property
     def given_at(self) -> dict[Value, int]:

@@ -31,6 +31,24 @@ def dependence(graph: StepGraph) -> dict[Node, str]:
     return found
 
 
+def dependence_in_a_step(graph: StepGraph) -> dict[Node, str]:
+    """The same for a step by itself: what reads x waits for it as the state does, but for the rows of a table."""
+    found = dependence(graph)
+    for node in graph.operations:
+        if node.is_draw or node.is_check:
+            raise Refusal(f"it {'draws random numbers' if node.is_draw else 'checks values'} (aten.{node.op}).")
+        if found[node] == "before" and not table_of(graph, node):
+            found[node] = "state"
+    return found
+
+
+def table_of(graph: StepGraph, node: Node) -> Node | None:
+    """The table of parameters of which `node` is the rows that x names, as an embedding has it."""
+    if node.op != "embedding" or node.args[1] not in graph.x or node.args[0] not in graph.parameters.values():
+        return None
+    return node.args[0]
+
+
 def grown(graph: StepGraph, depends: dict[Node, str]) -> set[Node]:
     """What depends on x alone but is much larger than what it is made from, as an outer product is.
 

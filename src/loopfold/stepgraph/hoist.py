@@ -23,7 +23,14 @@ from typing import Any
 import torch
 
 from loopfold.stepgraph.aten import Truth, aten, no_kernel
-from loopfold.stepgraph.dependence import closer_to_the_state, dependence, grown, is_floating, loop_dtype
+from loopfold.stepgraph.dependence import (
+    closer_to_the_state,
+    dependence,
+    dependence_in_a_step,
+    grown,
+    is_floating,
+    loop_dtype,
+)
 from loopfold.stepgraph.graph import (
     BATCH,
     Node,
@@ -52,10 +59,20 @@ def hoist(graph: StepGraph) -> Loop:
         return _Hoist(graph).split(closer=False)
 
 
+def whole_step(graph: StepGraph) -> Loop:
+    """All of a step as the loop, for steps that are taken one at a time; or say why that cannot be done.
+
+    What depends on x alone and what no later step reads are in it too. Outside is only what is the same at every step,
+    and the rows of tables that tokens stand for.
+    """
+    return _Hoist(graph, whole=True).split(closer=False)
+
+
 class _Hoist:
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, whole: bool = False) -> None:
         self.graph = graph
-        self.builder = _Sums(self)
+        self.whole = whole
+        self.builder = Builder() if whole else _Sums(self)
         self.constants: list[Recipe] = []
         self.lengths: list[int] = []
         self.inputs: list[Recipe] = []
@@ -63,8 +80,8 @@ class _Hoist:
         self.contexts: list[Recipe] = []
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
-        self.depends = dependence(graph)
-        self.grown = grown(graph, self.depends)
+        self.depends = dependence_in_a_step(graph) if whole else dependence(graph)
+        self.grown = set[Node]() if whole else grown(graph, self.depends)
         self.dtype = loop_dtype(graph, self.depends)
 
     def split(self, closer: bool) -> Loop:
@@ -74,7 +91,7 @@ class _Hoist:
                 check_rowwise(node)
         everything = set(needed_for([*graph.outputs, *graph.results], set()))
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
-        in_loop = set(needed_for([graph.outputs[i] for i in carried], set()))
+        in_loop = everything if self.whole else set(needed_for([graph.outputs[i] for i in carried], set()))
         if closer and carried:
             better = set(closer_to_the_state(graph, self.depends, in_loop))
             in_loop |= set(needed_for([node for node in graph.operations if node in better & everything], set()))
@@ -107,7 +124,11 @@ class _Hoist:
             if i in carried:
                 leaves.append(carried.index(i))
             else:
-                place = emit(leaf) if leaf in in_loop and self.depends[leaf] == "state" else None
+                inside = leaf in in_loop and (self.whole or self.depends[leaf] == "state")
+                place = emit(leaf) if inside else None
+                if self.whole and i < len(graph.outputs) and place in leaves:  # a state can be set, part by part
+                    emitted.append(emitted[place])
+                    place = len(emitted) - 1
                 leaves.append(leaf if place is None or not is_floating(leaf) else place)
         for node in needed_for([leaf for leaf in leaves if isinstance(leaf, Node)], in_loop):
             if node.op == "getitem" and node.args[0] in self.value_of:  # one of several results
@@ -312,7 +333,7 @@ class _Hoist:
         if not self._fits(matrix.node.dtype):
             raise Refusal(f"{matrix.node.name} is {matrix.node.dtype} where the state is {self.dtype}.")
         sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
-        if sequence.op == "input":
+        if sequence.op == "input" and not self.whole:
             x = Recipe(lambda t: t[:, low : low + v.width], (self.inputs[sequence.index],))
             return self.input(Recipe(torch.mm, (x, rows)), columns, (v, matrix, start))
         if sequence.op == "context":
