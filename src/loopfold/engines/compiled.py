@@ -244,7 +244,9 @@ def _sized(rows: Tensor, many: int, width: int) -> Tensor:
     return rows if rows.shape == (many, width) else rows.expand(many, width)
 
 
-def _as_row(constant: Tensor | float, like: Tensor) -> Tensor:
+def _as_row(constant: Tensor | float | range, like: Tensor) -> Tensor:
+    if isinstance(constant, range):
+        return torch.arange(len(constant), dtype=like.dtype, device=like.device)
     return constant if isinstance(constant, Tensor) else like.new_full((1,), constant)
 
 

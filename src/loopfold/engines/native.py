@@ -78,7 +78,8 @@ class _Writer(Rows):
         groups = sorted({*self.plan.stores, *self.plan.adds})
         for stage in sorted({*self.plan.products, *(group[0] for group in groups)}):
             products = self.plan.products.get(stage, ())
-            found += [partial(self._pass, self._product if v.op == "matmul" else self._reduction, v) for v in products]
+            kinds = {"matmul": self._product, "row": self._lookup}
+            found += [partial(self._pass, kinds.get(v.op, self._reduction), v) for v in products]
             found += [partial(self._pass, self._pointwise, group) for group in groups if group[0] == stage]
         if self.source.masked:
             places = {place.buffer: place for _, place in self.plan.roots}
@@ -232,6 +233,24 @@ class _Writer(Rows):
         if count >= self.lanes or (padded and count > 0):
             return None
         return False if count <= 0 else self._first(count)
+
+    def _lookup(self, v: Value) -> None:
+        """For each number of a row, the row of the table that it says; what is not there is not read."""
+        b, (index, k), count = self.b, v.index, v.args[0].width
+        width, home = v.width // count, self.plan.home(v)
+        table = self._pointer(Buffer(Role.CONSTANT, index))
+        with self._rows() as r:
+            which = self._row_pointer(v.args[0], r)
+            with self._range(self._int(0), self._int(count), 1) as i:
+                number, last = b.load(self._gep(which, i), typ=self.number), ir.Constant(self.number, float(k - 1))
+                number = b.select(b.fcmp_ordered(">", number, ir.Constant(self.number, 0.0)), number, ir.Constant(self.number, 0.0))
+                number = b.select(b.fcmp_ordered("<", number, last), number, last)
+                row = self._gep(table, self._mul(b.fptosi(number, self.i64), width))
+                start = self._mul(i, width)
+                with self._features(width) as (j, mask):
+                    to = self._at(home, r, self._add(start, j))
+                    self._save(self._load(self._gep(row, j), mask), to, mask)
+        self._writes(home, v.width)
 
     def _reduction(self, v: Value) -> None:
         """Each of equal parts of a row down to one number: vectors along a part, or across parts, whichever is less."""
