@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import loopfold as lf
-from loopfold.feeding import Feeding, Outputs
+from loopfold.feeding import Feeding
+from loopfold.outputs import Outputs
 
 STEPS, HIDDEN, THREADS = 1000, 128, 2
 SIZES = (32, 64, 128)  # of inputs, and of classes

@@ -76,8 +76,6 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 WITH_WEIGHTS = ("matmul", "matmul", "matmul", "row", "matmul of both")
 
 
-
-
 def largest(v: Tensor) -> Tensor:
     """The place of the largest; of rounded numbers, since rounding may decide between two that are nearly equal."""
     return (7.3 * v).round().argmax(-1)
@@ -88,9 +86,9 @@ CHOICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one-hot product": lambda v, table: nn.functional.one_hot(largest(v), v.shape[1]).to(v.dtype) @ table,
     "row of a table": lambda v, table: v * table[largest(v)],
     "product of a row": lambda v, table: table.index_select(0, largest(-v)) @ table,
-    "rows of a table": lambda v, table: nn.functional.embedding(
-        torch.stack([largest(v), v.argmin(-1)], 1), table
-    ).mean(1),
+    "rows of a table": lambda v, table: nn.functional.embedding(torch.stack([largest(v), v.argmin(-1)], 1), table).mean(
+        1
+    ),
     "bounded index": lambda v, table: table[(3 * v).round().clamp(0, v.shape[1] - 1).long()].sum(1) + v,
 }
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.evaluation import evaluating
-from loopfold.feeding import Classes, Pick, Sample
+from loopfold.feeding import Pick, Sample
 from loopfold.language.base import Context, LanguageModel, Next
 from loopfold.language.recurrent import as_language_model
+from loopfold.outputs import Classes
 from loopfold.states import map_state, whole_number
 from loopfold.text.vocabulary import Vocabulary
 

@@ -114,7 +114,10 @@ class _OnGPU(Written):
     def misfit(self, state: Tensor) -> str | None:
         """Why it does not fit the GPU, for such a state."""
         if self.has_parts:
-            return "it computes with heads, matrices, parts of rows, rows of a table or a context, for which it has no kernel yet."
+            return (
+                "it computes with heads, matrices, parts of rows, rows of a table or a context, for which it has no "
+                "kernel yet."
+            )
         try:
             geometry = self.geometry(state)
         except RecursionError:

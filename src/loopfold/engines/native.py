@@ -243,7 +243,9 @@ class _Writer(Rows):
             which = self._row_pointer(v.args[0], r)
             with self._range(self._int(0), self._int(count), 1) as i:
                 number, last = b.load(self._gep(which, i), typ=self.number), ir.Constant(self.number, float(k - 1))
-                number = b.select(b.fcmp_ordered(">", number, ir.Constant(self.number, 0.0)), number, ir.Constant(self.number, 0.0))
+                number = b.select(
+                    b.fcmp_ordered(">", number, ir.Constant(self.number, 0.0)), number, ir.Constant(self.number, 0.0)
+                )
                 number = b.select(b.fcmp_ordered("<", number, last), number, last)
                 row = self._gep(table, self._mul(b.fptosi(number, self.i64), width))
                 start = self._mul(i, width)

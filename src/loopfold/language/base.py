@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loopfold.feeding import Classes
+from loopfold.outputs import Classes
 from loopfold.states import State, alive
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.feeding import Classes, TeacherForcing
+from loopfold.feeding import TeacherForcing
 from loopfold.language.base import Context, LanguageModel, Next, Scored, losses
+from loopfold.outputs import Classes
 from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
 from loopfold.states import at_end, whole_number

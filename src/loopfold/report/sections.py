@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from loopfold.drawing.charts import learning_curves
-from loopfold.feeding import Greedy, Outputs, Pick, Sample
+from loopfold.feeding import Greedy, Pick, Sample
 from loopfold.generation import generate
 from loopfold.language.base import count_parameters
+from loopfold.outputs import Outputs
 from loopfold.report.markup import escape, figure, picture, scroll_box, table
 from loopfold.report.subject import REMEDY, Subject
 

@@ -43,6 +43,7 @@ from loopfold.surroundings import INDICES
 
 FEW_ROWS = 1024  # of a table: a product with each of them, once, takes less time than one at every step
 
+
 def hoist(graph: StepGraph) -> Loop:
     """Split `graph` at its loop, or say why that cannot be done."""
     try:
@@ -168,12 +169,13 @@ class _Hoist:
         choice = aten(node.op).choices
         if node.dtype not in (self.dtype, torch.bool, None) and not (choice and node.dtype in INDICES):
             raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
-        if node.inputs() and all(_is_whole(n) for n in node.inputs()):
-            if not choice or not all(self.depends[n] == "state" or self._counts(n) for n in node.inputs()):
-                raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
+        whole = bool(node.inputs()) and all(_is_whole(n) for n in node.inputs())
+        if whole and not (choice and all(self.depends[n] == "state" or self._counts(n) for n in node.inputs())):
+            raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
 
     def _counts(self, node: Node) -> bool:
         """Whether it is 0, 1, 2, …, and the dtype of the state has all of these."""
+        assert self.dtype is not None
         return node.op == "arange" and node.shape[0] <= exact_up_to(self.dtype)
 
     def _as_row(self, node: Node) -> Value:

@@ -1,7 +1,7 @@
 """Choices: the place of the largest, and a row of a table by an index that the step computes.
 
-Whole numbers are rows of the state's dtype, which has them exactly up to `exact_up_to`. No gradient goes through one. An
-index must be seen to lie within its table, since a kernel cannot raise an error.
+Whole numbers are rows of the state's dtype, which has them exactly up to `exact_up_to`. No gradient goes through one.
+An index must be seen to lie within its table, since a kernel cannot raise an error.
 """
 
 import math
@@ -64,7 +64,7 @@ def _row(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
         raise Refusal(f"{table.name} is {table.dtype} where the state is {hoist.dtype}.")
     index = hoist.row(hoist.argument(at))
     low, high = _bounds(hoist, index)
-    if not (0 <= low and high < k <= exact_up_to(hoist.dtype)):
+    if not (low >= 0 and high < k <= exact_up_to(hoist.dtype)):
         raise Refusal(
             f"an index into the {k} rows of {table.name} may be any number. Bound it: index.clamp(0, {k - 1})."
         )

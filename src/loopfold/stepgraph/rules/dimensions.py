@@ -50,8 +50,13 @@ def along(shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
     """For each number of a row of such a shape, where it stands along a dimension."""
     places = _places(shape)
     n = places.shape[dim]
-    return tuple(torch.arange(n).view([-1 if d == dim % len(shape) else 1 for d in range(len(shape))])
-                 .expand(places.shape).flatten().tolist())
+    return tuple(
+        torch.arange(n)
+        .view([-1 if d == dim % len(shape) else 1 for d in range(len(shape))])
+        .expand(places.shape)
+        .flatten()
+        .tolist()
+    )
 
 
 def _mean_of(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:

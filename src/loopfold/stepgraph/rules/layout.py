@@ -16,7 +16,8 @@ def _same(hoist: Any, node: Node, v: Any, **options: Any) -> Any:
     before, after = node.args[0].dtype, node.dtype
     if before == after or after == torch.bool:
         return v if before == after else hoist.condition(v)
-    whole = before != torch.bool and before.is_floating_point and not after.is_floating_point
+    assert after is not None
+    whole = before.is_floating_point and not after.is_floating_point
     return hoist.builder.make("trunc", hoist.builder.make("detach", hoist.row(v))) if whole else hoist.row(v)
 
 
