@@ -243,11 +243,9 @@ def test_every_pattern_feeding_and_engine_is_the_plain_loop(name: str, feeding: 
 def test_one_step_and_one_sequence(engine: lf.Engine, tau: int, batch: int) -> None:
     for name, feeding in itertools.product(PATTERNS, FEEDINGS):
         whole = case(name, lf.Classes(SIZE), engine, tau, batch)
-        found = [
-            run(FEEDINGS[feeding](lf.Sample(seeded(3), top_k=2)))
-            for run in (lambda f: whole.ours(f, None), whole.theirs)
-        ]  # noqa: B023
-        assert_same(*[found_by(o, whole, None) for o in found])
+        ours = whole.ours(FEEDINGS[feeding](lf.Sample(seeded(3), top_k=2)), None)
+        theirs = whole.theirs(FEEDINGS[feeding](lf.Sample(seeded(3), top_k=2)))
+        assert_same(found_by(ours, whole, None), found_by(theirs, whole, None))
 
 
 # ------------------------------------------------------------------ what users write
@@ -305,8 +303,8 @@ def test_what_users_write_runs(name: str) -> None:
             ours = found_by(whole.ours(feeding, lengths), whole, lengths)
             assert_same(ours, found_by(whole.theirs(Next(feeding)), whole, lengths))
     whole = case(name, Signs(SIZE), None)
-    ours, theirs = whole.ours(Seen(lf.Sample(seeded(4))), None), whole.theirs(Next(Seen(lf.Sample(seeded(4)))))
-    assert_same(ours, theirs)
+    drawn = whole.ours(Seen(lf.Sample(seeded(4))), None)
+    assert_same(drawn, whole.theirs(Next(Seen(lf.Sample(seeded(4))))))
     rounded = lf.FreeRunning(Rounded())
     assert_same(whole.ours(rounded, None), whole.theirs(Next(rounded)))
 
@@ -342,7 +340,12 @@ def test_schedules_and_seeds_do_not_compile_again() -> None:
     whole = case("VectorToSequence", lf.Classes(SIZE), lf.Looped())
     made: list[Any] = []
     original, patch = programs._compile, pytest.MonkeyPatch()
-    patch.setattr(programs, "_compile", lambda graph: made.append(graph) or original(graph))
+
+    def compiled(graph: Any) -> Any:
+        made.append(graph)
+        return original(graph)
+
+    patch.setattr(programs, "_compile", compiled)
     try:
         for i in range(5):
             feeding = lf.ScheduledSampling(lf.Ramp(0.1, 0.9, 4), lf.Sample(seeded(i)), generator=seeded(i))
@@ -375,9 +378,9 @@ def test_padding_of_targets_may_hold_anything() -> None:
     real = lf.VectorToSequence(lf.GRU(2 + SIZE, 5), lf.Reals(SIZE))
     z = torch.randn(TAU, BATCH, SIZE)
     bad = z.masked_fill((torch.arange(TAU)[:, None] >= torch.tensor(LENGTHS))[..., None], torch.nan)
-    for feeding in (lf.TeacherForcing(), lf.GeneralisedTeacherForcing(0.5), lf.ScheduledSampling(0.0)):
-        assert torch.equal(model(x, padded, feeding, lengths=LENGTHS), model(x, y, feeding, lengths=LENGTHS))
-        assert torch.equal(real(x, bad, feeding, lengths=LENGTHS), real(x, z, feeding, lengths=LENGTHS))
+    for other in (lf.TeacherForcing(), lf.GeneralisedTeacherForcing(0.5), lf.ScheduledSampling(0.0)):
+        assert torch.equal(model(x, padded, other, lengths=LENGTHS), model(x, y, other, lengths=LENGTHS))
+        assert torch.equal(real(x, bad, other, lengths=LENGTHS), real(x, z, other, lengths=LENGTHS))
 
 
 # ------------------------------------------------------------------ what surrounds it
@@ -394,6 +397,7 @@ def test_runs_have_the_states_of_the_layer() -> None:
     assert run.outputs is None
     found = lf.AttentionDecoder(lf.GRU(2, 5), lf.GRU(SIZE + 5, 4), SIZE).double()
     free = found.predict(randn(4, 3, 2), feeding=lf.FreeRunning(), steps=6, lengths=[4, 1, 2])
+    assert free.run.outputs is not None
     assert free.run.outputs.weights.shape == (6, 3, 4)
     again = model.predict(x, feeding=lf.FreeRunning(), steps=2, state=run.last)
     assert again.o.shape == (2, 3, SIZE)
@@ -490,8 +494,8 @@ def test_a_forecast_is_the_plain_loop(engine: lf.Engine, lengths: list[int] | No
     theirs = torch.stack(os)
     assert_same(found.o, theirs)
     weights, sources = randn(*theirs.shape), [past, known, *model.parameters()]
-    pairs = [torch.autograd.grad((o * weights).sum(), sources, retain_graph=True) for o in (found.o, theirs)]
-    assert_same(*[dict(enumerate(gradients)) for gradients in pairs])
+    ours, needed = (torch.autograd.grad((o * weights).sum(), sources, retain_graph=True) for o in (found.o, theirs))
+    assert_same(ours, needed)
     assert_same(model.forecast(past, 1, known[:1], lengths=lengths).o, theirs[:1])
 
 
