@@ -34,7 +34,7 @@ def generate(
     prompt: str = "",
     length: int = 200,
     pick: Pick | Beam = Sample(),
-    show: Callable[[str], object] = lambda piece: None,
+    show: Callable[[str], object] | None = None,
 ) -> str: ...
 
 
@@ -45,7 +45,7 @@ def generate(
     prompt: str = "",
     length: int = 200,
     pick: Pick | Beam = Sample(),
-    show: Callable[[str], object] = lambda piece: None,
+    show: Callable[[str], object] | None = None,
     *,
     samples: int,
 ) -> str | list[str]: ...
@@ -57,7 +57,7 @@ def generate(
     prompt: str = "",
     length: int = 200,
     pick: Pick | Beam = Sample(),
-    show: Callable[[str], object] = lambda piece: None,
+    show: Callable[[str], object] | None = None,
     *,
     samples: int = 1,
 ) -> str | list[str]:
@@ -104,17 +104,19 @@ def generate(
                 [token] for token in _search(model, context, length, pick.width, vocabulary.unknown)
             )
         else:
-            found = _draw(model, _repeated(context, samples), length, pick, vocabulary.unknown)
+            first = MOST if show is None or samples > 1 else FIRST
+            found = _draw(model, _repeated(context, samples), length, pick, vocabulary.unknown, first)
         for row in found:
             for text, own, token in zip(texts, pieces, row, strict=True):
                 own.append(text(token))
-            if samples == 1:
+            if samples == 1 and show is not None:
                 show(pieces[0][-1])
     whole = ["".join(own) for own in pieces]
     if samples == 1:
         return whole[0]
-    for written in whole:
-        show(written)
+    if show is not None:
+        for written in whole:
+            show(written)
     return whole
 
 
@@ -136,18 +138,20 @@ def _repeated(context: Context, times: int) -> Context:
     return context if times == 1 else map_state(lambda leaf: leaf.expand(times, *leaf.shape[1:]).contiguous(), context)
 
 
-FIRST, MOST = 16, 512  # tokens that are written at a time: few at first, so that there is something to show
+FIRST, MOST = 16, 2048  # tokens that are written at a time: few at first, where they are shown
 ROOM = 1 << 22  # random numbers that are drawn at a time
 
 
-def _draw(model: LanguageModel, context: Context, length: int, pick: Pick, unknown: int | None) -> Iterator[list[int]]:
+def _draw(
+    model: LanguageModel, context: Context, length: int, pick: Pick, unknown: int | None, first: int
+) -> Iterator[list[int]]:
     """One row of tokens after the other: a token for each text."""
     outputs, like = Classes(model.vocabulary_size), context.last
     batch, done = len(like), 0
     most = max(1, min(MOST, ROOM // (batch * outputs.size)))
     in_blocks = type(model).write is not LanguageModel.write
     while done < length:
-        block = min(max(FIRST, done), most, length - done) if in_blocks else 1
+        block = min(max(first, 3 * done), most, length - done) if in_blocks else 1
         written = model.write(context, block, pick, _noise(pick, outputs, block, like), unknown)
         finite = written.best.isfinite().all(-1).tolist()
         for row, fine in zip(written.tokens.tolist(), finite, strict=True):

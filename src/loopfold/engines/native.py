@@ -175,9 +175,10 @@ class _Writer(Rows):
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
         matrix = self._pointer(Buffer(Role.MATRIX, *v.index))
         width = vectors * self.lanes
-        # A matrix somewhat larger than the first-level cache would be fetched again at every step. Read back to front
-        # at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
-        turns = tile <= 2 and 24 << 10 <= depth * blocks * width * self._align() <= 96 << 10
+        # A matrix somewhat larger than the first-level cache, or the second, would be fetched again at every step. Read
+        # back to front at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
+        size = depth * blocks * width * self._align() >> 10
+        turns = tile <= 2 and (24 <= size <= 96 or 768 <= size <= 3072)
 
         def block(start: ir.Value, index: ir.Value, masks: list[Any]) -> None:
             base = self._gep(matrix, self._mul(index, depth * width))
