@@ -106,6 +106,8 @@ def one_hot(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 class Writes(nn.Module):
     """One step of a language model that reads what it has written: the state is (memory, the last token)."""
 
+    rows: Tensor | None
+
     def __init__(
         self,
         layer: RecurrentLayer,
@@ -119,14 +121,19 @@ class Writes(nn.Module):
         super().__init__()
         self.layer, self.readout, self.size, self.reads_tokens = layer, readout, outputs.size, reads_tokens
         self.choose = Chooser(pick, outputs, unknown, device)
+        # as rows of a table, one-hot vectors need no product with a matrix: what it makes of each is computed once
+        self.register_buffer("rows", torch.eye(self.size + 1, self.size, device=device) if self.size < 1000 else None)
 
     def forward(self, state: tuple[State, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[State, Tensor]]:
         memory, last = state  # the token as a number, as states are
         token = last[:, 0].clamp(0, self.size).long()
-        read = token if self.reads_tokens else one_hot(token, self.size, x.dtype)
+        read = token if self.reads_tokens else self._vector(token, x.dtype)
         h, _, memory = step_of(self.layer, memory, read, t=torch.zeros_like(last))
         token, best = self.choose(self.readout(h), x if x.shape[1] else None)
         return (token, best), (memory, token[:, None].to(last.dtype))
+
+    def _vector(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        return one_hot(token, self.size, dtype) if self.rows is None else self.rows.to(dtype)[token]
 
 
 class TiedReadout(Readout):
