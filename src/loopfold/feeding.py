@@ -325,6 +325,7 @@ class GeneralisedTeacherForcing(Mixture):
     Gradients go back through ŷ, and each step takes 1 - α of them: `alpha` keeps them from exploding where the truth
     is chaotic. 0 is `FreeRunning`, 1 has the values of `TeacherForcing`; `pick` is the form of ŷ.
 
+    >>> from loopfold import Reals
     >>> feeding = GeneralisedTeacherForcing(0.25)
     >>> feeding.next(torch.tensor([[4.0]]), torch.tensor([[8.0]]), Reals(1)).tolist()
     [[5.0]]
