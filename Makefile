@@ -21,6 +21,7 @@ check: .venv/ready
 bench: .venv/bench-ready
 	.venv/bin/python benchmarks/engines.py
 	.venv/bin/python benchmarks/output_recurrence.py
+	.venv/bin/python benchmarks/feeding.py
 	.venv/bin/python benchmarks/training.py
 	.venv/bin/python benchmarks/short_sequences.py
 	.venv/bin/python benchmarks/selfcheck.py

@@ -12,30 +12,18 @@ import itertools
 import platform
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import loopfold as lf
-from loopfold.feeding import Feeding, Outputs
+from loopfold.feeding import Feeding
 
 STEPS, HIDDEN, THREADS = 1000, 128, 2
 SIZES = (32, 64, 128)  # of inputs, and of classes
 TARGETS = {1: 30, 16: 5}  # batch: how many times faster "at once" must be
 ROUNDS = 15
-
-
-@dataclass(frozen=True)
-class StepByStep(Feeding):
-    """The truth, as under teacher forcing, but handed over one step at a time."""
-
-    def known(self, y: Tensor | None, outputs: Outputs) -> None:
-        return None
-
-    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
-        assert y is not None
-        return outputs.encode(y)
+IN_TURN = lf.GeneralisedTeacherForcing(1.0)  # the truth, as under teacher forcing, but one step at a time
 
 
 def forward_backward(model: lf.OutputRecurrence, x: Tensor, y: Tensor, feeding: Feeding) -> Tensor:
@@ -55,7 +43,7 @@ def check_same(model: lf.OutputRecurrence, x: Tensor, y: Tensor) -> None:
     """Both ways give the same loss and gradients, so that their times may be compared. Warms both up, too."""
     loss = forward_backward(model, x, y, lf.TeacherForcing())
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    torch.testing.assert_close(forward_backward(model, x, y, StepByStep()), loss, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forward_backward(model, x, y, IN_TURN), loss, rtol=1e-4, atol=1e-4)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
 
@@ -67,12 +55,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {THREADS} threads, {platform.machine()}\n")
     print("batch   inputs = classes   step by step      at once   ratio   target")
     for (batch, target), size in itertools.product(TARGETS.items(), SIZES):
-        model = lf.OutputRecurrence(size, HIDDEN, outputs=size)
+        model = lf.OutputRecurrence(size, HIDDEN, outputs=size, engine=lf.Sequential())
         x, y = torch.randn(STEPS, batch, size), torch.randint(size, (STEPS, batch))
         check_same(model, x, y)
-        rounds = [
-            (seconds(model, x, y, StepByStep()), seconds(model, x, y, lf.TeacherForcing())) for _ in range(ROUNDS)
-        ]
+        rounds = [(seconds(model, x, y, IN_TURN), seconds(model, x, y, lf.TeacherForcing())) for _ in range(ROUNDS)]
         slow, fast = (1e3 * statistics.median(column) for column in zip(*rounds, strict=True))
         met = "met" if slow / fast >= target else "NOT met"
         print(

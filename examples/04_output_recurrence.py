@@ -34,16 +34,6 @@ class Result:
     milliseconds: dict[str, float]  # for one iteration of training on one sequence of τ steps
 
 
-class StepByStep(lf.Feeding):
-    """The truth, as under teacher forcing, but handed over one step at a time."""
-
-    def known(self, y: Tensor | None, outputs: lf.Outputs) -> None:
-        return None
-
-    def next(self, o: Tensor, y: Tensor | None, outputs: lf.Outputs) -> Tensor:
-        return outputs.encode(y)
-
-
 def questions(number: int, delay: int, state_in_targets: bool) -> tuple[Tensor, Tensor]:
     """For symbol 3 and a delay of 2, x is 3 _ _ ? and y is silence, silence, silence, 3."""
     symbol = torch.randint(SYMBOLS, (number,))
@@ -74,10 +64,12 @@ def milliseconds(tau: int, n: int, rounds: int) -> dict[str, float]:
     """One iteration of training on one sequence, forwards and backwards: medians, the four taking turns."""
     x, y = torch.randn(tau, 1, INPUTS), torch.randint(OUTPUTS, (tau, 1))
     output = lf.OutputRecurrence(INPUTS, n, OUTPUTS)
+    looped = lf.OutputRecurrence(INPUTS, n, OUTPUTS, engine=lf.Sequential())
+    in_turn = lf.GeneralisedTeacherForcing(1.0)  # the truth, as under teacher forcing, but one step at a time
     plain = lf.SequenceToSequence(lf.Recurrent(lf.Elman(INPUTS, n), engine=lf.Sequential()), OUTPUTS)
     compiled = lf.SequenceToSequence(lf.Elman(INPUTS, n), OUTPUTS)
     ways: dict[str, Callable[[], Tensor]] = {
-        "output recurrence, step by step": lambda: output.loss(output(x, y, StepByStep()), y),
+        "output recurrence, step by step": lambda: looped.loss(looped(x, y, in_turn), y),
         "output recurrence, all steps at once": lambda: output.loss(output(x, y, lf.TeacherForcing()), y),
         "hidden recurrence, step by step": lambda: plain.loss(plain(x), y),
         "hidden recurrence, its loop compiled": lambda: compiled.loss(compiled(x), y),

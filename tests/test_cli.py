@@ -362,6 +362,16 @@ def test_runs_on_other_texts_are_not_compared(here: Path) -> None:
 # ------------------------------------------------------------------ generate
 
 
+def test_generate_writes_many_texts_side_by_side(here: Path) -> None:
+    written = worked("generate", "run", "--prompt", "the c", "--length", 40, "--samples", 3)
+    texts = written.rstrip("\n").split(f"\n{'─' * 40}\n")
+    assert len({*texts}) == 3
+    assert all(text.startswith("the c") for text in texts)
+    assert worked("generate", "run", "--prompt", "the c", "--length", 40, "--samples", 3) == written
+    greedy = worked("generate", "run", "--length", 30, "--greedy").rstrip("\n")
+    assert worked("generate", "run", "--length", 30, "--greedy", "--samples", 2).count(greedy) == 2
+
+
 def test_generate_goes_on_from_a_prompt(here: Path) -> None:
     written = worked("generate", "run", "--prompt", "the c", "--length", 40)
     assert written.startswith("the c")

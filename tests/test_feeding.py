@@ -8,7 +8,8 @@ from helpers import assert_same, gradients, randn
 from torch import Tensor
 
 import loopfold as lf
-from loopfold.feeding import Feeding, Outputs
+from loopfold.feeding import Feeding
+from loopfold.outputs import Outputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 f64 = torch.float64

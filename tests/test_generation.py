@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 import loopfold as lf
 from loopfold.language.base import Context, LanguageModel, Next, Scored
-from loopfold.language.recurrent import recurrent_lm
+from loopfold.language.recurrent import as_language_model, recurrent_lm
+from loopfold.outputs import gumbel
+from loopfold.states import leaves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -379,3 +382,155 @@ def test_words_go_on_after_the_words_of_the_prompt() -> None:
     assert lf.generate(model, vocabulary, "to be", 1, lf.Greedy()) == " or"
     assert lf.generate(model, vocabulary, "to be or\n", 1, lf.Greedy()) == "to"
     assert lf.generate(model, vocabulary, "", 2, lf.Greedy()) == "to be"
+
+
+# ------------------------------------------------------------------ many tokens at a time, and many texts
+
+
+def test_torch_draws_the_same_numbers_in_pieces_as_at_once() -> None:
+    """What makes a text the same whatever the blocks in which it is written."""
+    for shape in ((7, 3, 5), (1, 1, 17), (40, 2, 104)):
+        whole = torch.rand(shape, generator=seeded())
+        generator = seeded()
+        assert torch.equal(torch.cat([torch.rand(1, *shape[1:], generator=generator) for _ in range(shape[0])]), whole)
+
+
+MODELS: dict[str, Any] = {
+    "embedded": letters_model,
+    "one layer": lambda: recurrent_lm(LETTERS.size, [lf.GRU(6, 9)], None).double(),
+    "tied": lambda: recurrent_lm(LETTERS.size, [lf.GRU(9, 9)], 9, tied=True).double(),
+    "one-hot vectors": lambda: lf.SequenceToSequence(lf.LSTM(LETTERS.size, 7), LETTERS.size).double(),
+    "ngram": lambda: lf.NGramLM(torch.randint(6, (99,)), 6, 4),
+    "window": lambda: lf.WindowLM(LETTERS.size, 3, 4, 5),
+}
+DRAWS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "top k": {"top_k": 3},
+    "top p": {"top_p": 0.8},
+    "all": {"temperature": 2.0, "top_k": 4, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_is_the_same_whatever_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loopfold import generation
+
+    model = MODELS[name]()
+    for options, samples in itertools.product(DRAWS.values(), (1, 3)):
+        pick = [lf.Sample(seeded(3), **options) for _ in range(5)]  # type: ignore[arg-type]
+        monkeypatch.setattr(generation, "FIRST", 16)
+        whole = lf.generate(model, LETTERS, "ab", 41, pick[0], samples=samples)
+        assert lf.generate(model, LETTERS, "ab", 41, pick[1], lambda piece: None, samples=samples) == whole
+        for block, p in zip((1, 2, 7), pick[2:], strict=True):
+            monkeypatch.setattr(generation, "FIRST", block)
+            monkeypatch.setattr(generation, "MOST", block)
+            assert lf.generate(model, LETTERS, "ab", 41, p, samples=samples) == whole
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("engine", [lf.Sequential(), lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)
+def test_every_engine_writes_what_the_loop_over_next_writes(engine: lf.Engine) -> None:
+    for name in ("embedded", "one layer", "tied", "one-hot vectors"):
+        model = MODELS[name]()
+        for part in model.modules():
+            if isinstance(part, lf.Recurrent):
+                part.engine = engine
+        model = as_language_model(model).eval()
+        for options in DRAWS.values():
+            pick = lf.Sample(seeded(), **options)  # type: ignore[arg-type]
+            noise = gumbel((30, 4, LETTERS.size), seeded(1), torch.zeros((), dtype=torch.float64))
+            with torch.no_grad():
+                context = model.initial_context(4)
+                ours = model.write(context, 30, pick, noise, 0)
+                theirs = LanguageModel.write(model, context, 30, pick, noise, 0)
+            assert torch.equal(ours.tokens, theirs.tokens)
+            assert torch.equal(ours.context.last, theirs.context.last)
+            for mine, other in zip(leaves(ours.context.memory), leaves(theirs.context.memory), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_recurrent_model_writes_in_a_compiled_loop() -> None:
+    from loopfold.engines.auto import Auto, explain
+    from loopfold.feedback import _steps
+    from loopfold.unfolding import checked
+
+    for options in DRAWS.values():
+        model = letters_model()
+        lf.generate(model, LETTERS, "", 100, lf.Sample(seeded(), **options))  # type: ignore[arg-type]
+        ((_, step),) = _steps[model.network]
+        start = model.initial_context(2)
+        state = (start.memory, start.last[:, None].double())
+        said = explain(Auto(), checked(step, torch.randn(300, 2, LETTERS.size).double(), state, None, None))
+        assert "FusedCPU, because its loop is native code" in said
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_many_texts_follow_the_models_distribution(name: str) -> None:
+    """The first token of 4,000 texts: chi-square, once in a thousand above 20.5 with 5 degrees of freedom or fewer."""
+    model, pick = letters_model(), lf.Sample(seeded(7), **DRAWS[name])  # type: ignore[arg-type]
+    texts = lf.generate(model, LETTERS, "ab", 2, pick, samples=4000)
+    assert isinstance(texts, list)
+    assert len(texts) == 4000
+    with torch.no_grad():
+        model.eval()
+        context = model(LETTERS.encode("ab").ids[:, None], model.initial_context(1)).context
+        o = model.next(context).log_probabilities
+    o[0, 0] = -torch.inf
+    p = pick.narrowed(o)[0].softmax(-1)
+    counts = torch.bincount(torch.cat([LETTERS.encode(text[:1]).ids for text in texts]), minlength=6)
+    assert not counts[p == 0].any()
+    expected = 4000 * p[p > 0]
+    assert float(((counts[p > 0] - expected) ** 2 / expected).sum()) < 20.5
+    second = {text[1:] for text in texts}
+    assert len(second) > 1  # the texts part ways
+
+
+def test_several_texts_are_shown_whole_and_come_as_a_list() -> None:
+    model, shown = letters_model(), list[str]()
+    texts = lf.generate(model, LETTERS, "ab", 20, lf.Sample(seeded()), shown.append, samples=3)
+    assert texts == shown
+    assert len(set(texts)) == 3
+    assert lf.generate(model, LETTERS, "ab", 20, lf.Greedy(), samples=2) == 2 * [
+        lf.generate(model, LETTERS, "ab", 20, lf.Greedy())
+    ]
+    with pytest.raises(ValueError, match="Beam finds one text, the likeliest; got samples=2"):
+        lf.generate(model, LETTERS, "ab", 5, lf.Beam(2), samples=2)
+    with pytest.raises(ValueError, match="generate needs samples as a whole number of at least 1; got 0"):
+        lf.generate(model, LETTERS, "ab", 5, samples=0)
+
+
+def test_a_model_whose_outputs_are_no_numbers_writes_nothing() -> None:
+    for name, pick in itertools.product(("embedded", "one-hot vectors", "window"), (lf.Sample(), lf.Greedy())):
+        model = MODELS[name]()
+        with torch.no_grad():
+            next(model.parameters()).fill_(torch.nan)
+        with pytest.raises(FloatingPointError, match="not a finite number"):
+            lf.generate(model, LETTERS, "", 5, pick)
+
+
+def test_half_precision_writes_every_token() -> None:
+    """bfloat16 has not every whole number above 256, so the last token is no part of a compiled state there."""
+    vocabulary = lf.Characters.of("".join(map(chr, range(300, 900))))
+    model = recurrent_lm(vocabulary.size, [lf.GRU(4, 6)], 4).to(torch.bfloat16).eval()
+    noise = torch.zeros(20, 2, vocabulary.size)
+    noise.scatter_(2, torch.randint(257, 600, (20, 2, 1)), 1e4)  # such tokens as are drawn
+    with torch.no_grad():
+        ours = model.write(model.initial_context(2), 20, lf.Sample(), noise, None)
+        theirs = LanguageModel.write(model, model.initial_context(2), 20, lf.Sample(), noise, None)
+    assert torch.equal(ours.tokens, noise.argmax(-1))
+    assert torch.equal(ours.tokens, theirs.tokens)
+
+
+class Louder(lf.RecurrentLM):
+    """A model with a `next` of its own, which is what counts."""
+
+    def next(self, context: Context) -> Next:
+        found = super().next(context)
+        return Next((found.log_probabilities * 3).log_softmax(-1), found.memory)
+
+
+def test_a_next_of_ones_own_is_asked() -> None:
+    network = lf.SequenceToSequence(lf.LSTM(LETTERS.size, 7), LETTERS.size).double()
+    loud, sharp = lf.Sample(seeded(2)), lf.Sample(seeded(2), temperature=1 / 3)
+    assert lf.generate(Louder(network), LETTERS, "ab", 30, loud) == lf.generate(network, LETTERS, "ab", 30, sharp)

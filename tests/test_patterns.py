@@ -10,7 +10,7 @@ from helpers import CELLS, assert_same, cells, gradients, randn
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.feeding import Outputs
+from loopfold.outputs import Outputs
 from loopfold.wiring import Pattern
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -322,8 +322,8 @@ def test_the_explanation_has_the_sizes_that_each_layer_reads() -> None:
     assert encoder.startswith("encoder: GRU over τ = 30, batch 2, float32 on cpu: Looped, because it was asked for.")
     assert "1 product (6×24)" in decoder
     free = model.explain(given[0], feeding=lf.FreeRunning(), steps=7).split("\n\n")[1]
-    assert free.startswith("decoder.recurrent: LSTM over τ = 1, batch 2")
-    assert free.endswith("so 7 times, one after the other")
+    assert free.startswith("decoder.recurrent: LSTM over τ = 7, batch 2, float32 on cpu: Looped, because")
+    assert "3 products" in free  # W h, U [vector, fed] and V h: the loop goes through the output
 
 
 def test_output_recurrence_says_how_it_is_run() -> None:
@@ -331,8 +331,14 @@ def test_output_recurrence_says_how_it_is_run() -> None:
     assert model.explain(x, y) == (
         "OutputToHidden: all steps at once, since what is fed back is known beforehand; no engine is needed."
     )
-    assert "a plain loop of 7 steps, since each waits" in model.explain(x, feeding=lf.FreeRunning())
-    assert "a plain loop of 1 step, since each waits" in model.explain(x[:1], feeding=lf.FreeRunning())
+    for engine in (lf.Looped(), lf.FusedCPU()):
+        model.engine = engine
+        free = model.explain(x, feeding=lf.FreeRunning())
+        assert free.startswith(f"OutputToHidden over τ = 7, batch 2, float32 on cpu: {type(engine).__name__}, because")
+    assert "2 products (4×5, 5×4)" in free
+    model.engine = lf.Auto()
+    assert "there is only one step" in model.explain(x[:1], feeding=lf.FreeRunning())
     assert "all steps at once" in model.explain(x[:1], y[:1])
-    with pytest.raises(ValueError, match="Looped cannot run OutputRecurrence: its loop goes through the output"):
-        lf.OutputRecurrence(3, 5, 4, engine=lf.Looped())
+    assert lf.OutputRecurrence(3, 5, 4, engine=lf.Looped()).engine == lf.Looped()
+    with pytest.raises(TypeError, match="engine must be an object"):
+        lf.OutputRecurrence(3, 5, 4, engine="looped")  # type: ignore[arg-type]

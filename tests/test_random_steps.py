@@ -76,6 +76,23 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 WITH_WEIGHTS = ("matmul", "matmul", "matmul", "row", "matmul of both")
 
 
+def largest(v: Tensor) -> Tensor:
+    """The place of the largest; of rounded numbers, since rounding may decide between two that are nearly equal."""
+    return (7.3 * v).round().argmax(-1)
+
+
+CHOICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one-hot": lambda v, table: v - nn.functional.one_hot(largest(v), v.shape[1]),
+    "one-hot product": lambda v, table: nn.functional.one_hot(largest(v), v.shape[1]).to(v.dtype) @ table,
+    "row of a table": lambda v, table: v * table[largest(v)],
+    "product of a row": lambda v, table: table.index_select(0, largest(-v)) @ table,
+    "rows of a table": lambda v, table: nn.functional.embedding(torch.stack([largest(v), v.argmin(-1)], 1), table).mean(
+        1
+    ),
+    "bounded index": lambda v, table: table[(3 * v).round().clamp(0, v.shape[1] - 1).long()].sum(1) + v,
+}
+
+
 class RandomStep(lf.Transition):
     """A step made of instructions: (operation, where its arguments stand among the values so far)."""
 
@@ -100,6 +117,8 @@ class RandomStep(lf.Transition):
                 values += (torch.cat([a, b], -1) @ self.wide).chunk(2, -1)
             elif op == "row":
                 values.append(a * self.rows[j % 2])
+            elif op in CHOICES:
+                values.append(CHOICES[op](a, self.weights[j % 2]))
             elif op in UNARY:
                 values.append(UNARY[op](a))
             else:
@@ -107,7 +126,7 @@ class RandomStep(lf.Transition):
         return tuple(torch.tanh(v + 0.1 * values[k]) for k, v in enumerate(values[-self.n_state :]))
 
 
-OPERATIONS = st.sampled_from([*WITH_WEIGHTS, *UNARY, *BINARY])
+OPERATIONS = st.sampled_from([*WITH_WEIGHTS, *UNARY, *BINARY, *CHOICES])
 PROGRAMS = st.lists(st.tuples(OPERATIONS, st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=10)
 
 

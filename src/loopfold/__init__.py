@@ -21,7 +21,9 @@ The modules in the order in which data flows; each imports only from those above
     unfolding        unfold(), Unfolding
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional
     conversion       from_torch, to_torch: torch's own modules as ours, and back
-    feeding          what an output means and what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
+    outputs          what an output means: Classes, Reals
+    feeding          what goes back in: TeacherForcing, FreeRunning, ScheduledSampling
+    feedback         a network that reads its own outputs, as one step
     wiring           what a pattern is: Pattern, its Readout and its Wiring
     patterns         SequenceToSequence, OutputRecurrence, SequenceToOne, VectorToSequence, EncoderDecoder, Autoencoder
     attention        AttentionDecoder, which looks back at all that its encoder read

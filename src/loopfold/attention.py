@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine
-from loopfold.feeding import Feeding, Outputs, TeacherForcing, as_outputs
+from loopfold.feeding import Feeding, TeacherForcing
+from loopfold.outputs import Outputs, as_outputs
 from loopfold.patterns import written
 from loopfold.recurrent import Recurrent, RecurrentLayer, as_layer
 from loopfold.states import State, Step, leaves, name_of, whole_number
@@ -132,16 +133,18 @@ class AttentionDecoder(Pattern):
         *,
         steps: int | None = None,
         lengths: Tensor | list[int] | None = None,
+        target_lengths: Tensor | list[int] | None = None,
     ) -> Prediction:
-        """`x [places, batch, n_in]` with `lengths` is the source; `y [τ, batch]`, or `steps=τ`, what is written."""
+        """`x [places, batch, n_in]` with `lengths` is read; `y`, or `steps=τ`, with `target_lengths` is written."""
         read = self.encoder(x, lengths=lengths).hidden
         ends = None if lengths is None else check_lengths(lengths, *read.shape[:2])
         context = self.attention.source(read, ends)
 
-        def run(fed: Tensor, state: State | None) -> Unfolding:
-            return _looked_at(self.recurrent(fed, state, context=context), len(read))
+        def run(fed: Tensor, lengths: Tensor | None) -> Unfolding:
+            return self.recurrent(fed, lengths=lengths, context=context)
 
-        return written(self, run, read.new_zeros(read.shape[1], self.outputs.size), y, feeding, steps)
+        found = written(self, self.recurrent, run, context, y, feeding, steps, target_lengths)
+        return replace(found, run=_looked_at(found.run, len(read)))
 
     @property
     def wiring(self) -> Wiring:

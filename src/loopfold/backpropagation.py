@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopfold.feeding import Classes
+from loopfold.outputs import Classes
 from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import Bidirectional, Recurrent
 from loopfold.states import State, detached, name_of, whole_number

@@ -1,134 +1,22 @@
-"""What an output means, and what goes back in at the next step: the truth, the model's own outputs, or a mixture."""
+"""What goes back in at the next step: the truth, the model's own outputs, or a mixture.
+
+What a mixture reads besides the output is drawn and encoded beforehand, for all steps, so that what is left is a
+function of tensors: a part of the step, which engines compile (see `feedback`).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loopfold.errors import Argument, OptionError
-from loopfold.states import whole_number
-
-# ------------------------------------------------------------------ what an output means
-
-
-class Outputs(ABC):
-    """The kind of target that an output layer predicts. `size` is the number of units of `o`."""
-
-    size: int
-
-    @abstractmethod
-    def encode(self, y: Tensor) -> Tensor:
-        """A target as the vector that a later step reads: `[…, size]`."""
-
-    @abstractmethod
-    def soft(self, o: Tensor) -> Tensor:
-        """The model's own output in that form, ŷ, with its gradient."""
-
-    @abstractmethod
-    def greedy(self, o: Tensor) -> Tensor:
-        """The most likely target in that form."""
-
-    @abstractmethod
-    def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A target drawn from the model's distribution, in that form."""
-
-    @abstractmethod
-    def losses(self, o: Tensor, y: Tensor) -> Tensor:
-        """L for every target: `o […, size]` against `y`, shape `[…]`."""
-
-
-@dataclass(frozen=True)
-class Classes(Outputs):
-    """One of `size` classes: `ŷ = softmax(o)`, `L = -log ŷ_y`. Targets are whole numbers from 0 to size - 1.
-
-    >>> Classes(3).encode(torch.tensor([2, 0])).tolist()
-    [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
-    """
-
-    size: int
-
-    def __post_init__(self) -> None:
-        whole_number("Classes", "size", self.size)
-
-    def encode(self, y: Tensor) -> Tensor:
-        self._check(y)
-        return F.one_hot(y.long(), self.size).to(torch.get_default_dtype())
-
-    def soft(self, o: Tensor) -> Tensor:
-        return o.softmax(-1)
-
-    def greedy(self, o: Tensor) -> Tensor:
-        return F.one_hot(o.argmax(-1), self.size).to(o.dtype)
-
-    def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
-        probabilities = o.detach().softmax(-1).flatten(0, -2)
-        drawn = torch.multinomial(probabilities, 1, generator=generator)
-        return F.one_hot(drawn.view(o.shape[:-1]), self.size).to(o.dtype)
-
-    def losses(self, o: Tensor, y: Tensor) -> Tensor:
-        self._check(y)
-        if y.shape != o.shape[:-1]:
-            raise ValueError(
-                f"y has shape {tuple(y.shape)}; o is {tuple(o.shape)}, so y must be {tuple(o.shape[:-1])}."
-            )
-        return F.cross_entropy(o.flatten(0, -2), y.flatten().long(), reduction="none").view(y.shape)
-
-    def _check(self, y: Tensor) -> None:
-        if y.is_floating_point() or y.is_complex():
-            raise TypeError(f"targets of Classes({self.size}) are whole numbers; got {y.dtype}. Type y.long().")
-        if y.numel() and y.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < self.size:
-            raise ValueError(
-                f"targets run from {int(y.min())} to {int(y.max())}; Classes({self.size}) needs 0 to {self.size - 1}."
-            )
-
-
-@dataclass(frozen=True)
-class Reals(Outputs):
-    """A real vector of `size` numbers: `ŷ = o`, `L = ‖o - y‖²`.
-
-    >>> Reals(2).losses(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 5.0]])).tolist()
-    [9.0]
-    """
-
-    size: int
-
-    def __post_init__(self) -> None:
-        whole_number("Reals", "size", self.size)
-
-    def encode(self, y: Tensor) -> Tensor:
-        if not isinstance(y, Tensor):
-            raise TypeError(f"targets must be a tensor; got a {type(y).__name__}. Type torch.as_tensor(y).")
-        if y.is_floating_point() and bool(y.isnan().any()):
-            raise ValueError("the targets that are fed back hold NaN; padding must hold numbers here, such as 0.")
-        if not y.is_floating_point() or y.dim() < 1 or y.shape[-1] != self.size:
-            raise ValueError(f"targets of Reals({self.size}) are […, {self.size}]; got {tuple(y.shape)} of {y.dtype}.")
-        return y
-
-    def soft(self, o: Tensor) -> Tensor:
-        return o
-
-    def greedy(self, o: Tensor) -> Tensor:
-        return o.detach()
-
-    def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
-        raise ValueError("Reals predicts a vector, not a distribution to draw from: use pick=Soft() or Greedy().")
-
-    def losses(self, o: Tensor, y: Tensor) -> Tensor:
-        if y.shape != o.shape:
-            raise ValueError(f"y has shape {tuple(y.shape)}; Reals({self.size}) needs that of o, {tuple(o.shape)}.")
-        return (o - y).square().sum(-1)
-
-
-def as_outputs(outputs: Outputs | int) -> Outputs:
-    """A number means that many classes."""
-    return outputs if isinstance(outputs, Outputs) else Classes(outputs)
-
+from loopfold.outputs import Classes, Outputs, gumbel, uniform
+from loopfold.states import State, map_state, whole_number
 
 # ------------------------------------------------------------------ how an output becomes an input
 
@@ -206,13 +94,54 @@ class Sample(Pick):
         """
         o = o / self.temperature
         if self.top_k is not None and self.top_k < o.shape[-1]:
-            least = o.topk(self.top_k, -1).values[..., -1:]
-            o = o.masked_fill(o < least, -torch.inf)
+            o = o.masked_fill(self._beyond_k(o, self.top_k), -torch.inf)
         if self.top_p is not None and self.top_p < 1:
-            likeliest, order = o.softmax(-1).sort(-1, descending=True)
-            before = likeliest.cumsum(-1) - likeliest  # what the likelier ones have together
-            o = o.masked_fill((before >= self.top_p).gather(-1, order.argsort(-1)), -torch.inf)
+            o = o.masked_fill(self._beyond_p(o, self.top_p), -torch.inf)
         return o
+
+    def _beyond_k(self, o: Tensor, k: int) -> Tensor:
+        """Where k others or more are likelier."""
+        if o.shape[-1] <= FEW:  # each against each, which a compiled loop can do; there is no sorting in one
+            return (o[..., None, :] > o[..., :, None]).to(o.dtype).sum(-1) >= k
+        return o < o.topk(k, -1).values[..., -1:]
+
+    def _beyond_p(self, o: Tensor, p: float) -> Tensor:
+        """Where the likelier ones have `p` or more together; of equally likely ones the first counts as likelier."""
+        shares = o.softmax(-1)
+        if o.shape[-1] <= FEW:
+            mine, other = shares[..., :, None], shares[..., None, :]
+            earlier = torch.ones(o.shape[-1], o.shape[-1], dtype=torch.bool, device=o.device).tril(-1)
+            before = torch.where((other > mine) | ((other == mine) & earlier), other, 0.0).sum(-1)
+            return before >= p
+        likeliest, order = shares.sort(dim=-1, descending=True, stable=True)
+        return (likeliest.cumsum(-1) - likeliest >= p).gather(-1, order.argsort(-1))
+
+
+FEW = 256  # classes
+
+
+def _draws_by_noise(pick: Pick | None, outputs: Outputs) -> bool:
+    """Whether a draw is the place of the largest of an output and as many random numbers, drawn beforehand."""
+    return type(pick) is Sample and type(outputs).sample is Classes.sample
+
+
+def noise_of(pick: Pick | None, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """The random numbers of so many picks, `[*shape, size]`; None for a pick that takes none beforehand."""
+    if not isinstance(pick, Sample) or not _draws_by_noise(pick, outputs):
+        return None
+    return gumbel((*shape, outputs.size), pick.generator, like)
+
+
+def scores(pick: Pick, o: Tensor, outputs: Outputs, noise: Tensor | None) -> Tensor:
+    """What is largest at the class that `pick` picks."""
+    if isinstance(pick, Sample) and noise is not None:
+        return pick.narrowed(o.detach()) + noise
+    return o.detach() if type(pick) is Greedy and type(outputs) is Classes else pick(o, outputs)
+
+
+def undrawn(pick: Pick, outputs: Outputs) -> Pick:
+    """The pick without its source of random numbers, where these are drawn beforehand."""
+    return replace(pick, generator=None) if isinstance(pick, Sample) and _draws_by_noise(pick, outputs) else pick
 
 
 # ------------------------------------------------------------------ feeding
@@ -243,6 +172,45 @@ class Feeding(ABC):
         """The vector fed back after one step, from its output `o [batch, size]` and its target `y`."""
 
 
+class Beside(NamedTuple):
+    """What a mixture reads beside o(t), at one step or at all of them; what it does not read is ()."""
+
+    truth: State = ()  # y(t) as the vector that a later step reads
+    own: State = ()  # where the model's own output is read
+    noise: State = ()  # the random numbers of a pick
+
+
+class Mixture(Feeding):
+    """A feeding that is a function of o(t) and of what can be drawn and encoded beforehand.
+
+    A subclass that writes a `next` of its own is asked for that, one step after the other.
+    """
+
+    def known(self, y: Tensor | None, outputs: Outputs) -> None:
+        return None
+
+    @abstractmethod
+    def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
+        """What `mixed` reads at all steps, `[τ, batch, …]`, for targets `y` and a `shape` of (τ, batch)."""
+
+    @abstractmethod
+    def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
+        """The vector fed back after one step, with no randomness of its own."""
+
+    @abstractmethod
+    def undrawn(self, outputs: Outputs) -> "Mixture":
+        """What `mixed` depends on, and no more: without sources of random numbers and probabilities."""
+
+    def next(self, o: Tensor, y: Any, outputs: Outputs) -> Tensor:
+        beside = self.beside(None if y is None else y[None], (1, len(o)), outputs, o)
+        return self.mixed(o, map_state(lambda leaf: leaf[0], beside), outputs)
+
+
+def is_mixture(feeding: Feeding) -> bool:
+    """Whether what is fed back is what `mixed` says."""
+    return isinstance(feeding, Mixture) and type(feeding).next is Mixture.next
+
+
 def checked_feeding(feeding: Feeding) -> Feeding:
     """`feeding`, if it is one."""
     if not isinstance(feeding, Feeding):
@@ -264,18 +232,21 @@ class TeacherForcing(Feeding):
 
 
 @dataclass(frozen=True)
-class FreeRunning(Feeding):
+class FreeRunning(Mixture):
     """The model's own output, as in use (M21); `pick` says in which form."""
 
     reads_truth = False
 
     pick: Pick = Soft()
 
-    def known(self, y: Tensor | None, outputs: Outputs) -> None:
-        return None
+    def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
+        return Beside(noise=_noise(self.pick, outputs, shape, like))
 
-    def next(self, o: Tensor, y: Tensor | None, outputs: Outputs) -> Tensor:
-        return self.pick(o, outputs)
+    def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
+        return _picked(self.pick, o, outputs, beside)
+
+    def undrawn(self, outputs: Outputs) -> Mixture:
+        return replace(self, pick=undrawn(self.pick, outputs))
 
 
 class Coin(Enum):
@@ -305,7 +276,7 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class ScheduledSampling(Feeding):
+class ScheduledSampling(Mixture):
     """With probability `p` the model's own output, else the truth (Bengio et al., 2015).
 
     `p` is a number, or a schedule `iteration -> number`, such as `Ramp`; `feeding.at(iteration)` moves along it.
@@ -334,24 +305,27 @@ class ScheduledSampling(Feeding):
         """The same feeding at a later point of its schedule."""
         return replace(self, iteration=iteration)
 
-    def known(self, y: Tensor | None, outputs: Outputs) -> None:
-        return None
+    def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
+        steps, batch = shape
+        coins = uniform((steps, 1 if self.coin is Coin.STEP else batch, 1), self.generator, like)
+        own = (coins < self.probability).expand(steps, batch, 1)
+        return Beside(_truth(y, outputs, like), own, _noise(self.pick, outputs, shape, like))
 
-    def next(self, o: Tensor, y: Tensor, outputs: Outputs) -> Tensor:
-        truth = outputs.encode(y).to(o.dtype)
-        coins = (1 if self.coin is Coin.STEP else o.shape[0], 1)
-        device = o.device if self.generator is None else self.generator.device
-        own = torch.rand(coins, generator=self.generator, device=device).to(o.device) < self.probability
-        return torch.where(own, self.pick(o, outputs), truth)
+    def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
+        return torch.where(beside.own, _picked(self.pick, o, outputs, beside), beside.truth)
+
+    def undrawn(self, outputs: Outputs) -> Mixture:
+        return replace(self, p=0.0, generator=None, iteration=0, pick=undrawn(self.pick, outputs))
 
 
 @dataclass(frozen=True)
-class GeneralisedTeacherForcing(Feeding):
+class GeneralisedTeacherForcing(Mixture):
     """`(1 - α) ŷ(t) + α y(t)`, the model's own output pulled towards the truth (Hess et al., 2023).
 
     Gradients go back through ŷ, and each step takes 1 - α of them: `alpha` keeps them from exploding where the truth
     is chaotic. 0 is `FreeRunning`, 1 has the values of `TeacherForcing`; `pick` is the form of ŷ.
 
+    >>> from loopfold import Reals
     >>> feeding = GeneralisedTeacherForcing(0.25)
     >>> feeding.next(torch.tensor([[4.0]]), torch.tensor([[8.0]]), Reals(1)).tolist()
     [[5.0]]
@@ -364,12 +338,31 @@ class GeneralisedTeacherForcing(Feeding):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"GeneralisedTeacherForcing needs an alpha from 0 to 1; got {self.alpha}.")
 
-    def known(self, y: Tensor | None, outputs: Outputs) -> None:
-        return None
+    def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
+        return Beside(_truth(y, outputs, like), noise=_noise(self.pick, outputs, shape, like))
 
-    def next(self, o: Tensor, y: Tensor, outputs: Outputs) -> Tensor:
-        truth = outputs.encode(y).to(o.dtype)
-        return (1 - self.alpha) * self.pick(o, outputs) + self.alpha * truth
+    def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
+        return (1 - self.alpha) * _picked(self.pick, o, outputs, beside) + self.alpha * beside.truth
+
+    def undrawn(self, outputs: Outputs) -> Mixture:
+        return replace(self, pick=undrawn(self.pick, outputs))
+
+
+def _truth(y: Tensor | None, outputs: Outputs, like: Tensor) -> Tensor:
+    assert y is not None  # a pattern has checked it
+    return outputs.encode(y).to(like.dtype)
+
+
+def _noise(pick: Pick, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -> State:
+    noise = noise_of(pick, outputs, shape, like)
+    return () if noise is None else noise
+
+
+def _picked(pick: Pick, o: Tensor, outputs: Outputs, beside: Beside) -> Tensor:
+    """The model's own output as the vector that the next step reads."""
+    return (
+        outputs.greedy(scores(pick, o, outputs, beside.noise)) if isinstance(beside.noise, Tensor) else pick(o, outputs)
+    )
 
 
 # ------------------------------------------------------------------ random numbers
@@ -378,7 +371,7 @@ class GeneralisedTeacherForcing(Feeding):
 @contextmanager
 def as_if_undrawn(*given: Any) -> Iterator[None]:
     """Afterwards, the generators among `given`, and those that its feedings and picks hold, are as they were before."""
-    states = [(generator, generator.get_state()) for generator in _generators(given)]
+    states = [(generator, generator.get_state()) for generator in generators_in(given)]
     try:
         yield
     finally:
@@ -386,11 +379,12 @@ def as_if_undrawn(*given: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _generators(given: Any) -> list[torch.Generator]:
+def generators_in(given: Any) -> list[torch.Generator]:
+    """The generators among what is given, and those that its feedings, picks and outputs hold."""
     if isinstance(given, torch.Generator):
         return [given]
-    if isinstance(given, Feeding | Pick):
+    if isinstance(given, Feeding | Pick | Outputs):
         given = {**vars(type(given)), **vars(given)}.values()  # it may hold another feeding or pick
     elif not isinstance(given, tuple):
         return []
-    return [generator for part in given for generator in _generators(part)]
+    return [generator for part in given for generator in generators_in(part)]

@@ -1,15 +1,18 @@
 """Generation: a language model's own tokens go back in. The state is carried, so every token costs the same."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from loopfold.evaluation import evaluating
-from loopfold.feeding import Classes, Pick, Sample
+from loopfold.feeding import Pick, Sample, noise_of
 from loopfold.language.base import Context, LanguageModel, Next
 from loopfold.language.recurrent import as_language_model
+from loopfold.outputs import Classes
 from loopfold.states import map_state, whole_number
 from loopfold.text.vocabulary import Vocabulary
 
@@ -24,28 +27,64 @@ class Beam:
         whole_number("Beam", "width", self.width)
 
 
+@overload
 def generate(
     model: nn.Module,
     vocabulary: Vocabulary,
     prompt: str = "",
     length: int = 200,
     pick: Pick | Beam = Sample(),
-    show: Callable[[str], object] = lambda piece: None,
-) -> str:
-    """`length` more tokens after `prompt`, as text, without the prompt.
+    show: Callable[[str], object] | None = None,
+) -> str: ...
 
-    `pick`  `Sample(generator, temperature, top_k, top_p)`, `Greedy()` or `Beam(width)`
-    `show`  is called with each piece of text as soon as there is one: `lambda piece: print(piece, end="")`
 
-    What stands for unknown things is never generated.
+@overload
+def generate(
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    prompt: str = "",
+    length: int = 200,
+    pick: Pick | Beam = Sample(),
+    show: Callable[[str], object] | None = None,
+    *,
+    samples: int,
+) -> str | list[str]: ...
+
+
+def generate(
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    prompt: str = "",
+    length: int = 200,
+    pick: Pick | Beam = Sample(),
+    show: Callable[[str], object] | None = None,
+    *,
+    samples: int = 1,
+) -> str | list[str]:
+    """`length` more tokens after `prompt`, as text, without the prompt; or a list of `samples` such texts.
+
+    `pick`     `Sample(generator, temperature, top_k, top_p)`, `Greedy()` or `Beam(width)`
+    `show`     is called with each piece of text as soon as there is one: `lambda piece: print(piece, end="")`. Of
+               several texts, with each text as soon as it is whole
+    `samples`  how many texts, which are written side by side
+
+    What stands for unknown things is never generated. The loop of a recurrent model is compiled, and takes many tokens
+    at a time; the same seed of the generator writes the same text.
 
     >>> from loopfold import Characters, Greedy, NGramLM
     >>> vocabulary = Characters.of("abcabcabc")
     >>> model = NGramLM(vocabulary.encode("abcabcabc").ids, vocabulary.size, order=3)
     >>> generate(model, vocabulary, "ab", length=5, pick=Greedy())
     'cabca'
+    >>> generate(model, vocabulary, "ab", length=5, pick=Greedy(), samples=2)
+    ['cabca', 'cabca']
     """
     whole_number("generate", "length", length)
+    whole_number("generate", "samples", samples)
+    if isinstance(pick, Beam) and samples > 1:
+        raise ValueError(
+            f"Beam finds one text, the likeliest; got samples={samples}. To draw many, type pick=Sample()."
+        )
     model = as_language_model(model)
     unknown = vocabulary.unknown_in(prompt)
     if unknown:
@@ -53,22 +92,32 @@ def generate(
             f"the prompt holds what the model has never seen: {', '.join(map(repr, unknown[:5]))}"
             f"{', …' if len(unknown) > 5 else ''}. Leave it out."
         )
-    pieces: list[str] = []
-    text = vocabulary.stream()
+    texts = [vocabulary.stream() for _ in range(samples)]
+    pieces: list[list[str]] = [[] for _ in texts]
     with evaluating(model):
         ids = vocabulary.beginning(prompt)
-        for token in ids.tolist():
+        for text, token in itertools.product(texts, ids.tolist()):
             text(token)
         context = _read(model, ids)
-        found = (
-            _search(model, context, length, pick.width, vocabulary.unknown)
-            if isinstance(pick, Beam)
-            else _draw(model, context, length, pick, vocabulary.unknown)
-        )
-        for token in found:
-            pieces.append(text(token))
-            show(pieces[-1])
-    return "".join(pieces)
+        if isinstance(pick, Beam):
+            found: Iterable[list[int]] = (
+                [token] for token in _search(model, context, length, pick.width, vocabulary.unknown)
+            )
+        else:
+            first = MOST if show is None or samples > 1 else FIRST
+            found = _draw(model, _repeated(context, samples), length, pick, vocabulary.unknown, first)
+        for row in found:
+            for text, own, token in zip(texts, pieces, row, strict=True):
+                own.append(text(token))
+            if samples == 1 and show is not None:
+                show(pieces[0][-1])
+    whole = ["".join(own) for own in pieces]
+    if samples == 1:
+        return whole[0]
+    if show is not None:
+        for written in whole:
+            show(written)
+    return whole
 
 
 def _read(model: LanguageModel, ids: Tensor) -> Context:
@@ -84,13 +133,42 @@ def _next(model: LanguageModel, context: Context, unknown: int | None) -> Next:
     return Next(log_p, memory)
 
 
-def _draw(model: LanguageModel, context: Context, length: int, pick: Pick, unknown: int | None) -> Iterator[int]:
-    outputs = Classes(model.vocabulary_size)
-    for _ in range(length):
-        o, memory = _next(model, context, unknown)
-        token = pick(o, outputs).argmax(-1)
-        yield int(token)
-        context = Context(token, memory)
+def _repeated(context: Context, times: int) -> Context:
+    """The context of one text, for so many."""
+    return context if times == 1 else map_state(lambda leaf: leaf.expand(times, *leaf.shape[1:]).contiguous(), context)
+
+
+FIRST, MOST = 16, 2048  # tokens that are written at a time: few at first, where they are shown
+ROOM = 1 << 22  # random numbers that are drawn at a time
+
+
+def _draw(
+    model: LanguageModel, context: Context, length: int, pick: Pick, unknown: int | None, first: int
+) -> Iterator[list[int]]:
+    """One row of tokens after the other: a token for each text."""
+    outputs, like = Classes(model.vocabulary_size), context.last
+    batch, done = len(like), 0
+    most = max(1, min(MOST, ROOM // (batch * outputs.size)))
+    in_blocks = type(model).write is not LanguageModel.write
+    while done < length:
+        block = min(max(first, 3 * done), most, length - done) if in_blocks else 1
+        written = model.write(context, block, pick, _noise(pick, outputs, block, like), unknown)
+        finite = written.best.isfinite().all(-1).tolist()
+        for row, fine in zip(written.tokens.tolist(), finite, strict=True):
+            if not fine:
+                raise FloatingPointError("an output of the model is not a finite number, so no token can be chosen.")
+            yield row
+        context, done = written.context, done + block
+
+
+def _noise(pick: Pick, outputs: Classes, steps: int, like: Tensor) -> Tensor | None:
+    """The random numbers of so many steps for a batch like this: the same, however many are drawn at a time."""
+    one = like.new_empty((), dtype=torch.float32)
+    device = getattr(pick, "generator", None) or one
+    at_a_time = steps if device.device.type == "cpu" else 1  # a GPU draws many in another order
+    parts = [noise_of(pick, outputs, (at_a_time, len(like)), one) for _ in range(steps // at_a_time)]
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def _search(model: LanguageModel, context: Context, length: int, width: int, unknown: int | None) -> list[int]:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine
-from loopfold.engines.sequential import Sequential
-from loopfold.feeding import Feeding, FreeRunning, Outputs, Reals, TeacherForcing, as_outputs, checked_feeding
-from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine
-from loopfold.states import State, Step, map_state, whole_number
+from loopfold.feedback import run_fed
+from loopfold.feeding import Feeding, FreeRunning, Pick, Soft, TeacherForcing, checked_feeding
+from loopfold.outputs import Outputs, Reals, as_outputs
+from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine, engine_of
+from loopfold.states import State, Step, alive, at_end, leaves, whole_number
 from loopfold.transitions import Transition
-from loopfold.unfolding import Unfolding, check_input, check_nan, check_steps
+from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
 from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring, check_targets
 
 
@@ -39,6 +40,63 @@ class SequenceToSequence(Pattern):
     def predict(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Prediction:
         run = self.recurrent(x, state, lengths)
         return Prediction(self.readout(run.hidden), run)
+
+    def forecast(
+        self,
+        x: Tensor,
+        steps: int,
+        known: Tensor | None = None,
+        *,
+        pick: Pick = Soft(),
+        state: State | None = None,
+        lengths: Tensor | list[int] | None = None,
+    ) -> Prediction:
+        """Read x, and go on for so many steps by itself: each output is what the next step reads.
+
+        For a network that predicts what comes: `o(t)` is of x(t+1). `x [τ, batch, n_in]` is the past; the outputs are
+        those for the `steps` after it. `pick` is the form in which one goes back in. Where x has more features than
+        the outputs, these come after them and are known beforehand: `known [steps, batch, more]` has them for the
+        steps to come (the last is not read).
+
+        >>> from loopfold import GRU, Reals
+        >>> model = SequenceToSequence(GRU(2 + 1, 5), Reals(2))  # two numbers to predict, one that is known
+        >>> model.forecast(torch.randn(7, 4, 3), steps=10, known=torch.randn(10, 4, 1)).o.shape
+        torch.Size([10, 4, 2])
+        """
+        check_steps(steps)
+        if any(isinstance(part, Bidirectional) for part in self.recurrent.modules()):
+            raise ValueError("a forecast cannot be read backwards: no Bidirectional here.")
+        size, more = self.outputs.size, x.shape[-1] - self.outputs.size
+        given = 0 if known is None else known.shape[-1]
+        if more != given or (known is not None and known.shape[:2] != (steps, x.shape[1])):
+            came = "none was given" if known is None else f"got known {tuple(known.shape)}"
+            needed = f"known=[{steps}, {x.shape[1]}, {more}]" if more > 0 else "no known"
+            what = f"x has {x.shape[-1]} features and outputs are of size {size}"
+            raise ValueError(
+                f"{what}, so a forecast of {steps} steps needs {needed}; {came}."
+                if more >= 0
+                else f"{what}: a forecast reads its outputs back, so x must have {size} features or more."
+            )
+        past = self.predict(x, state, lengths)
+        ends = None if lengths is None else check_lengths(lengths, *x.shape[:2])
+        o = at_end(past.o, ends)
+        if steps == 1:
+            return Prediction(o[None], past.run)
+        feeding, network = FreeRunning(pick), (self.recurrent, self.readout, self.outputs)
+        fed = feeding.next(o, None, self.outputs)
+        future = None if known is None else known[:-1]
+        found = run_fed(
+            self,
+            network,
+            fed,
+            None,
+            feeding,
+            steps - 1,
+            engine=engine_of(self.recurrent),
+            x=future,
+            state=past.run.last,
+        )
+        return Prediction(torch.cat([o[None], found.o]), found.run)
 
     @property
     def wiring(self) -> Wiring:
@@ -108,50 +166,49 @@ class OutputRecurrence(Pattern):
         self, input_size: int, hidden_size: int, outputs: Outputs | int, *, engine: Engine | None = None
     ) -> None:
         super().__init__()
-        if engine is not None and not isinstance(checked_engine(engine), Auto | Sequential):
-            raise ValueError(
-                f"{type(engine).__name__} cannot run OutputRecurrence: its loop goes through the output. "
-                f"Leave engine out, or type engine=lf.Auto()."
-            )
         whole_number("OutputRecurrence", "input_size", input_size)
         whole_number("OutputRecurrence", "hidden_size", hidden_size)
         self.outputs = as_outputs(outputs)
         self.hidden = OutputToHidden(input_size, hidden_size, self.outputs.size)
         self.readout = Readout(hidden_size, self.outputs.size)
+        self.engine = Auto() if engine is None else checked_engine(engine)
 
     def predict(
-        self, x: Tensor, y: Tensor | None = None, feeding: Feeding = TeacherForcing(), state: Tensor | None = None
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        feeding: Feeding = TeacherForcing(),
+        state: Tensor | None = None,
+        lengths: Tensor | list[int] | None = None,
     ) -> Prediction:
         check_input("OutputRecurrence", x, self.U.shape[1], self.U)
-        check_steps(x.shape[0])
-        check_nan(x, None)
-        check_targets(y, x.shape[0], x.shape[1])
-        fed = x.new_zeros(x.shape[1], self.outputs.size) if state is None else state
-        if fed.shape != (x.shape[1], self.outputs.size):
+        tau, batch = x.shape[:2]
+        check_steps(tau)
+        ends = None if lengths is None else check_lengths(lengths, tau, batch)
+        check_nan(x, ends)
+        y = _without_padding(y, tau, batch, ends)
+        fed = x.new_zeros(batch, self.outputs.size) if state is None else state
+        if fed.shape != (batch, self.outputs.size):
             raise ValueError(
-                f"the state has shape {tuple(fed.shape)}; x has batch {x.shape[1]} and outputs are of size "
-                f"{self.outputs.size}, so it must be {(x.shape[1], self.outputs.size)}."
+                f"the state has shape {tuple(fed.shape)}; x has batch {batch} and outputs are of size "
+                f"{self.outputs.size}, so it must be {(batch, self.outputs.size)}."
             )
         known = _checked_truth(feeding, y).known(y, self.outputs)
-        if known is not None:  # nothing waits: every step at once
-            known = known.to(x.dtype)
-            h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
-            o = self.readout(h)
-            return Prediction(o, Unfolding(known, known[-1], h, h[-1]))
-        hs, os, feds = [], [], []
-        for t in range(x.shape[0]):
-            hs.append(self.hidden(fed, x[t]))
-            os.append(self.readout(hs[t]))
-            fed = feeding.next(os[t], None if y is None else y[t], self.outputs)
-            feds.append(fed)
-        return Prediction(torch.stack(os), Unfolding(torch.stack(feds), fed, torch.stack(hs), hs[-1]))
+        if known is None:
+            network = (self.hidden, self.readout, self.outputs)
+            found = run_fed(self, network, fed, y, feeding, tau, engine=self.engine, x=x, lengths=ends)
+            return Prediction(found.o, replace(found.run, states=found.feds, last=found.last))
+        known = known.to(x.dtype)  # nothing waits: every step at once
+        h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
+        o, h, known = (_until_the_end(part, ends) for part in (self.readout(h), h, known))
+        return Prediction(o, Unfolding(known, at_end(known, ends), h, at_end(h, ends)))
 
     @property
     def wiring(self) -> Wiring:
         return Wiring(self.hidden, self.readout, self.outputs, feeding=TeacherForcing())
 
     def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
-        return self(x, y)  # fed the true y, no step reads a later one, so padding at the end reaches none before it
+        return self(x, y, lengths=lengths)
 
     @property
     def U(self) -> nn.Parameter:
@@ -196,22 +253,24 @@ class VectorToSequence(Pattern):
         *,
         steps: int | None = None,
         state: State | None = None,
+        lengths: Tensor | list[int] | None = None,
     ) -> Prediction:
+        """`x [batch, n]`; `y [τ, batch, …]`, or `steps=τ`, is what is written, with `lengths` of each."""
         if x.dim() != 2:
             raise ValueError(f"the vector has shape {tuple(x.shape)}; VectorToSequence needs [batch, n].")
         self._check_width(x.shape[1])
 
-        def run(fed: Tensor, state: State | None) -> Unfolding:
-            return self.recurrent(torch.cat([x.expand(len(fed), *x.shape), fed], -1), state)
+        def run(fed: Tensor, lengths: Tensor | None) -> Unfolding:
+            return self.recurrent(torch.cat([x.expand(len(fed), *x.shape), fed], -1), state, lengths)
 
-        return written(self, run, x.new_zeros(x.shape[0], self.outputs.size), y, feeding, steps, state)
+        return written(self, self.recurrent, run, x, y, feeding, steps, lengths, state=state)
 
     @property
     def wiring(self) -> Wiring:
         return Wiring(self.recurrent, self.readout, self.outputs, x=When.ONCE, feeding=TeacherForcing())
 
     def given(self, x: Tensor, y: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
-        return self(x, y)  # as in OutputRecurrence
+        return self(x, y, lengths=lengths)
 
     def _check_width(self, n: int) -> None:
         for part in self.recurrent.modules():
@@ -262,9 +321,11 @@ class EncoderDecoder(Pattern):
         *,
         steps: int | None = None,
         lengths: Tensor | list[int] | None = None,
+        target_lengths: Tensor | list[int] | None = None,
     ) -> Prediction:
+        """`x` with `lengths` is what is read; `y`, or `steps=τ`, what is written, with `target_lengths`."""
         vector = self.encoder(x, lengths=lengths).last_hidden
-        return self.decoder.predict(vector, y, feeding, steps=steps)
+        return self.decoder.predict(vector, y, feeding, steps=steps, lengths=target_lengths)
 
     @property
     def wiring(self) -> Wiring:
@@ -308,7 +369,7 @@ class Autoencoder(Pattern):
     def predict(
         self, x: Tensor, feeding: Feeding = FreeRunning(), lengths: Tensor | list[int] | None = None
     ) -> Prediction:
-        return self.network.predict(x, self.targets(x), feeding, lengths=lengths)
+        return self.network.predict(x, self.targets(x), feeding, lengths=lengths, target_lengths=lengths)
 
     @property
     def wiring(self) -> Wiring:
@@ -320,35 +381,46 @@ class Autoencoder(Pattern):
 
 def written(
     model: Pattern,
-    run: Callable[[Tensor, State | None], Unfolding],
-    start: Tensor,
+    layer: RecurrentLayer,
+    run: Callable[[Tensor, Tensor | None], Unfolding],
+    context: State,
     y: Tensor | None,
     feeding: Feeding,
     steps: int | None,
+    lengths: Tensor | list[int] | None,
+    *,
     state: State | None = None,
 ) -> Prediction:
-    """A sequence that is written step by step, each step fed what the one before gave.
+    """A sequence that is written step by step: each step of `layer` is fed what the one before gave, zeros at first.
 
-    `run(fed [τ, batch, size], state)` runs the recurrence; `start [batch, size]` is fed to the first step.
+    `run(fed [τ, batch, size], lengths)` is the layer over what is fed back, where all of that is known beforehand.
     """
     if y is None and steps is None:
         raise ValueError("how long should the sequence be? Give the targets y, or steps=τ.")
     tau = steps if y is None or steps is not None else y.shape[0]
     assert tau is not None
     check_steps(tau)
-    check_targets(y, tau, len(start))
+    first = leaves(context)[0]
+    ends = None if lengths is None else check_lengths(lengths, tau, len(first))
+    y = _without_padding(y, tau, len(first), ends)
+    start = first.new_zeros(len(first), model.outputs.size)
     known = _checked_truth(feeding, y).known(y, model.outputs)
     if known is not None:  # the inputs are known beforehand: one run over the sequence
-        whole = run(torch.cat([start[None], known[:-1].to(start.dtype)]), state)
-        return Prediction(model.readout(whole.hidden), whole)
-    runs: list[Unfolding] = []
-    os: list[Tensor] = []
-    fed = start
-    for t in range(tau):
-        runs.append(run(fed[None], state if t == 0 else runs[-1].last))
-        os.append(model.readout(runs[-1].last_hidden))
-        fed = feeding.next(os[-1], None if y is None else y[t], model.outputs)
-    return Prediction(torch.stack(os), _joined(runs))
+        whole = run(torch.cat([start[None], known[:-1].to(start.dtype)]), ends)
+        return Prediction(_until_the_end(model.readout(whole.hidden), ends), whole)
+    network, engine = (layer, model.readout, model.outputs), engine_of(layer)
+    found = run_fed(model, network, start, y, feeding, tau, engine=engine, state=state, context=context, lengths=ends)
+    return Prediction(found.o, found.run)
+
+
+def _without_padding(y: Tensor | None, tau: int, batch: int, lengths: Tensor | None) -> Tensor | None:
+    """Targets, checked, with zeros after each sequence's end, where they may hold anything."""
+    check_targets(y, tau, batch)
+    return y if y is None else _until_the_end(y, lengths)
+
+
+def _until_the_end(sequence: Tensor, lengths: Tensor | None) -> Tensor:
+    return sequence if lengths is None else torch.where(alive(sequence, lengths), sequence, 0)
 
 
 def _checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:
@@ -359,11 +431,3 @@ def _checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:
             f"type feeding=lf.FreeRunning()."
         )
     return feeding
-
-
-def _joined(runs: list[Unfolding]) -> Unfolding:
-    """Runs of one step each, end to end."""
-    states = map_state(lambda *parts: torch.cat(parts), *[run.states for run in runs])
-    outputs = [run.outputs for run in runs]
-    joined = None if outputs[0] is None else map_state(lambda *parts: torch.cat(parts), *outputs)
-    return Unfolding(states, runs[-1].last, torch.cat([run.hidden for run in runs]), runs[-1].last_hidden, joined)

@@ -18,17 +18,14 @@ from loopfold.engines.sequential import Sequential
 from loopfold.errors import OptionError
 from loopfold.evaluation import Ledger, perplexity
 from loopfold.feeding import (
-    Classes,
     Coin,
     Feeding,
     FreeRunning,
     GeneralisedTeacherForcing,
     Greedy,
-    Outputs,
     Pick,
     Ramp,
     Raw,
-    Reals,
     Sample,
     ScheduledSampling,
     Soft,
@@ -41,6 +38,7 @@ from loopfold.language.base import Context, LanguageModel, Next, Scored, count_p
 from loopfold.language.ngram import NGramLM
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.language.window import ConvolutionLM, WindowLM
+from loopfold.outputs import Classes, Outputs, Reals
 from loopfold.patterns import (
     Autoencoder,
     EncoderDecoder,

@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 from loopfold.engines.auto import Auto, explain
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.sequential import Sequential
-from loopfold.states import State, Step, in_evaluation, map_state
+from loopfold.states import (
+    State,
+    Step,
+    asks_for_index,
+    in_evaluation,
+    leaves,
+    map_state,
+    parted,
+    take_step,
+)
 from loopfold.transitions import hidden_size, initial_state
 from loopfold.unfolding import Unfolding, checked, unfold
 
@@ -86,7 +96,11 @@ class Recurrent(RecurrentLayer):
         steps: int | None = None,
         context: State | None = None,
     ) -> Unfolding:
-        return unfold(self.cell, x, state, lengths, self.engine, context, steps=steps)
+        calls = _watched.get()
+        if calls is not None:
+            calls.append((self, self.recurrence(x, state, lengths, steps=steps, context=context)))
+        engine = self.engine if calls is None else Sequential()
+        return unfold(self.cell, x, state, lengths, engine, context, steps=steps)
 
     def recurrence(
         self,
@@ -128,6 +142,12 @@ def as_layer(layer: RecurrentLayer | Step, engine: Engine | None = None) -> Recu
     return made
 
 
+def engine_of(layer: nn.Module) -> Engine:
+    """The engine of all recurrences in a layer; where they have several, or there is none, `Auto` chooses."""
+    engines = [part.engine for part in recurrences_of(layer).values()]
+    return engines[0] if engines and all(engine == engines[0] for engine in engines) else Auto()
+
+
 def recurrences_of(model: nn.Module) -> dict[str, Recurrent]:
     """Every recurrence that an engine runs, by its name in the model."""
     return {name: part for name, part in model.named_modules() if isinstance(part, Recurrent)}
@@ -136,7 +156,7 @@ def recurrences_of(model: nn.Module) -> dict[str, Recurrent]:
 @contextmanager
 def plain_loops(model: nn.Module) -> Iterator[None]:
     """Inside it, every recurrence of `model` runs as the plain loop, which calls the transition at every step."""
-    parts = recurrences_of(model).values()
+    parts: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "engine", None), Engine)]
     engines = [part.engine for part in parts]
     try:
         for part in parts:
@@ -150,25 +170,26 @@ def plain_loops(model: nn.Module) -> Iterator[None]:
 def explain_run(model: nn.Module, run: Callable[[], Any], code: bool) -> str:
     """A paragraph on each recurrence of `model`, as it is called in `run`; none where it has none."""
     parts = recurrences_of(model)
-    calls: list[tuple[str, Recurrence]] = []
-    hooks = [
-        part.register_forward_pre_hook(
-            lambda part, args, options, name=name: calls.append((name, part.recurrence(*args, **options))),
-            with_kwargs=True,
-        )
-        for name, part in parts.items()
-    ]
+    names = {part: name for name, part in model.named_modules() if name}
+    calls: list[tuple[Recurrent, Recurrence]] = []
+    token = _watched.set(calls)
     try:
-        with torch.random.fork_rng(_gpus(model)), plain_loops(model), in_evaluation(model), torch.no_grad():
+        with torch.random.fork_rng(_gpus(model)), in_evaluation(model), torch.no_grad():
             run()
     finally:
-        for hook in hooks:
-            hook.remove()
-    texts = Counter((name, explain(parts[name].engine, recurrence, code)) for name, recurrence in calls)
+        _watched.reset(token)
+    texts: Counter[tuple[str, str]] = Counter()
+    for part, call in calls:  # a loop that feeds outputs back is named after what it is fed to
+        name = next((names[inner] for inner in part.modules() if inner in names), "")
+        texts[name, explain(part.engine, call, code)] += 1
     return "\n\n".join(
         (f"{name}: " if len(parts) > 1 else "") + text + (f"\n  so {count} times, one after the other" * (count > 1))
         for (name, text), count in texts.items()
     )
+
+
+# What is being explained: the calls of recurrences so far, each of which is run as a plain loop
+_watched: ContextVar[list[tuple["Recurrent", Recurrence]] | None] = ContextVar("watched", default=None)
 
 
 def _gpus(model: nn.Module) -> list[torch.device]:
@@ -234,17 +255,20 @@ class Stacked(RecurrentLayer):
     def forward(
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
     ) -> Unfolding:
+        runs: list[Unfolding] = []
+        for layer, own in zip(self.layers, self.states_of(state), strict=True):
+            x = self.dropout(runs[-1].hidden) if runs else x
+            runs.append(layer(x, own, lengths))
+        states, last = tuple(run.states for run in runs), tuple(run.last for run in runs)
+        return replace(runs[-1], states=states, last=last)
+
+    def states_of(self, state: State | None) -> list[State | None]:
+        """The state of each layer, of those that are given."""
         if state is not None and len(state) != len(self.layers):
             raise ValueError(
                 f"Stacked has {len(self.layers)} layers, so it needs {len(self.layers)} states; got {len(state)}."
             )
-        runs: list[Unfolding] = []
-        for i, layer in enumerate(self.layers):
-            if i > 0:
-                x = self.dropout(runs[-1].hidden)
-            runs.append(layer(x, None if state is None else state[i], lengths))
-        states, last = tuple(run.states for run in runs), tuple(run.last for run in runs)
-        return replace(runs[-1], states=states, last=last)
+        return [None] * len(self.layers) if state is None else list(state)
 
     def initial_state(self, batch: int) -> State:
         return tuple(layer.initial_state(batch) for layer in self.parts)
@@ -257,6 +281,54 @@ class Stacked(RecurrentLayer):
     def parts(self) -> list[RecurrentLayer]:
         """The layers, the lowest first."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+
+# ------------------------------------------------------------------ one step of a layer, as a part of a larger one
+
+
+class Stepped(NamedTuple):
+    """What one step of a layer gives, as `Unfolding` has it for a run; `outputs` is () where there are none."""
+
+    hidden: Tensor
+    outputs: State
+    state: State
+
+
+def step_of(layer: RecurrentLayer, state: State, x: Tensor, context: State | None = None, t: Any = None) -> Stepped:
+    """One step of a layer, from x `[batch, …]`; in a stack, each layer reads the one below."""
+    if isinstance(layer, Recurrent):
+        asks = asks_for_index(layer.cell, 2 + (context is not None))
+        outputs, new = parted(take_step(layer.cell, state, x, context, t if asks else None), state)
+        return Stepped(leaves(new if outputs is None else outputs)[0], () if outputs is None else outputs, new)
+    if isinstance(layer, Stacked):
+        steps: list[Stepped] = []
+        for part, own in zip(layer.parts, state, strict=True):
+            x = layer.dropout(steps[-1].hidden[None])[0] if steps else x
+            steps.append(step_of(part, own, x, t=t))
+        return steps[-1]._replace(state=tuple(step.state for step in steps))
+    run = layer(x[None], state)
+    outputs = () if run.outputs is None else map_state(lambda leaf: leaf[0], run.outputs)
+    return Stepped(run.hidden[0], outputs, run.last)
+
+
+def hidden_of(layer: RecurrentLayer, outputs: State, states: State) -> Tensor | None:
+    """The `hidden` of a layer among its outputs and states, or None where it is none of them."""
+    if isinstance(layer, Stacked):
+        return hidden_of(layer.parts[-1], outputs, states[-1])
+    return leaves(outputs or states)[0] if isinstance(layer, Recurrent) else None
+
+
+def start_of(layer: RecurrentLayer, x: Tensor, state: State | None, context: State | None = None) -> State:
+    """The state before the first step, which reads x `[batch, …]`: `state`, checked, or the layer's own."""
+    if isinstance(layer, Recurrent):
+        return layer.recurrence(x[None], state, context=context).state
+    if isinstance(layer, Stacked):
+        starts: list[State] = []
+        for part, own in zip(layer.parts, layer.states_of(state), strict=True):
+            starts.append(start_of(part, x, own))
+            x = x.new_zeros(len(x), part.hidden_size)
+        return tuple(starts)
+    return layer.initial_state(len(x)) if state is None else state
 
 
 class Bidirectional(RecurrentLayer):

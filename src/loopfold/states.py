@@ -149,7 +149,7 @@ def describe(state: State) -> str:
 
 def name_of(f: Step) -> str:
     """What to call a step in messages."""
-    return type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
+    return f._get_name() if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def _of_run(path: Path, steps: int | None, trust: bool) -> "tuple[nn.Module, Ten
 
 def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -> "nn.Module":
     from loopfold.errors import OptionError, choose
-    from loopfold.feeding import Classes, Reals
+    from loopfold.outputs import Classes, Reals
     from loopfold.patterns import (
         Autoencoder,
         EncoderDecoder,

@@ -155,6 +155,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Only the likeliest that make up this probability.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     beam: Annotated[int | None, typer.Option(min=1, help="Search for a likely text with so many beginnings.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="So many texts, side by side.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     trust: TrustOption = False,
@@ -173,10 +174,14 @@ def generate(
 
     try:
         pick = _pick(temperature, top_k, top_p, greedy, beam, seed, device)
-        write(found.model, found.vocabulary, prompt, length, pick, show)
+        if samples == 1:
+            write(found.model, found.vocabulary, prompt, length, pick, show)
+        else:
+            texts = write(found.model, found.vocabulary, prompt, length, pick, samples=samples)
+            typer.echo(f"\n{'─' * 40}\n".join(prompt + text for text in texts), nl=False)
     except OptionError:
         raise
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         raise OptionError(str(error)) from error
     typer.echo()
 

@@ -230,7 +230,7 @@ def _run_parts(
     values |= zip(graph.x, xs, strict=True)
     for node in loop.before:
         values[node] = apply(node, values, many)
-    constants = [_as_row(recipe.make(values), start[0], loop.dtype) for recipe in loop.constants]
+    constants = [as_row(recipe.make(values), start[0], loop.dtype) for recipe in loop.constants]
     if any(len(constant) != k for constant, k in zip(constants, loop.lengths, strict=True)):
         raise Unsound("a row or matrix of what is computed once has another size than the loop reads.")
     inputs = [_sized(r.make(values), many, w) for r, w in zip(loop.inputs, loop.widths, strict=True)]
@@ -309,7 +309,10 @@ def _sized(rows: Tensor, many: int, width: int) -> Tensor:
     return rows if rows.shape == (many, width) else rows.expand(many, width)
 
 
-def _as_row(constant: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tensor:
+def as_row(constant: Tensor | float | range, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a recipe has made, as a tensor."""
+    if isinstance(constant, range):
+        return torch.arange(len(constant), dtype=dtype, device=like.device)
     return constant if isinstance(constant, Tensor) else like.new_full((1,), constant, dtype=dtype)
 
 

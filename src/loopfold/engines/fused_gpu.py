@@ -116,7 +116,7 @@ class _OnGPU(Written):
         self.widest = max(v.width for v in ordered(rows))
         computed = ordered(rows, stop=source.given)
         self.has_parts = any(
-            v.op in ("take", "context") or (v.kind is Kind.REDUCTION and v.width > 1) for v in computed
+            v.op in ("take", "context", "row") or (v.kind is Kind.REDUCTION and v.width > 1) for v in computed
         )
         self.kernels: dict[tuple[Geometry, bool], _Kernel] = {}
         self.choices: dict[tuple[int, torch.device], Geometry | None] = {}
@@ -124,7 +124,10 @@ class _OnGPU(Written):
     def misfit(self, state: Tensor) -> str | None:
         """Why it does not fit the GPU, for such a state."""
         if self.has_parts:
-            return "it computes with heads, matrices, parts of rows or a context, for which it has no kernel yet."
+            return (
+                "it computes with heads, matrices, parts of rows, rows of a table or a context, for which it has no "
+                "kernel yet."
+            )
         try:
             geometry = self.geometry(state)
         except RecursionError:

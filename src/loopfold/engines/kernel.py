@@ -181,6 +181,9 @@ def _collect(
         left, right = _rows(product.left, loop, saved, sequences), stored[product.right]
         rights = [right.flatten(0, 1)] if len(left) == 1 else [right[0], right[1:].flatten(0, 1)]
         parts = list(zip(left, rights, strict=True))
+        if product.rows is not None:
+            add(product.matrix, _rows_added(constants[product.matrix], parts))
+            continue
         if constants[product.matrix].stride(0) == 1:  # W.T of the user's W: the gradient in the layout of W
             add(product.matrix, _product([(r, l) for l, r in parts]).T)
         else:
@@ -217,6 +220,14 @@ def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     total = left.T @ right
     for left, right in parts[:-1]:
         total.addmm_(left.T, right)
+    return total
+
+
+def _rows_added(table: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Zeros like `table`, with each right added to the rows that its left says."""
+    total = torch.zeros_like(table)
+    for left, right in parts:
+        total.index_add_(0, left.flatten().long(), right.reshape(-1, table.shape[1]))
     return total
 
 

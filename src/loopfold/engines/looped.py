@@ -236,6 +236,9 @@ class _Function:
             return f"torch.addmm({names[other]}, {names[product.args[0]]}, {self._matrix(product)}{into})"
         if v.op == "matmul":
             return f"torch.matmul({names[v.args[0]]}, {self._matrix(v)}{into})"
+        if v.op == "row":
+            rows = f"torch.nn.functional.embedding({names[v.args[0]]}.long(), {self._matrix(v)}).flatten(-2)"
+            return f"{target}.copy_({rows})" if target else rows
         if v.op == "cat":
             parts = [f"like.new_full((*{lead}, 1), {a.index!r})" if a.op == "number" else names[a] for a in v.args]
             parts = [
@@ -268,7 +271,7 @@ class _Function:
         return f"torch.index_select({row}, -1, positions[{number}]{into})"
 
     def _matrix(self, product: Value) -> str:
-        i, transposed = product.index
+        i, transposed = product.index[0], product.op == "matmul" and product.index[1]
         name = self._buffer(Role.CONSTANT, i)
         if transposed:
             self.transposed.add(i)

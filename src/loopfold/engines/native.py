@@ -82,7 +82,8 @@ class _Writer(Turned):
         groups = sorted({*self.plan.stores, *self.plan.adds})
         for stage in sorted({*self.plan.products, *(group[0] for group in groups)}):
             products = self.plan.products.get(stage, ())
-            found += [partial(self._pass, self._product if v.op == "matmul" else self._reduction, v) for v in products]
+            kinds = {"matmul": self._product, "row": self._lookup}
+            found += [partial(self._pass, kinds.get(v.op, self._reduction), v) for v in products]
             found += [partial(self._pass, self._pointwise, group) for group in groups if group[0] == stage]
         if self.source.masked:
             places = {place.buffer: place for _, place in self.plan.roots}
@@ -225,9 +226,10 @@ class _Writer(Turned):
         rows = [self._row_pointer(left, self._int(r)) for r in range(tile)]
         matrix = self._pointer(Buffer(Role.MATRIX, *v.index))
         width = vectors * self.lanes
-        # A matrix somewhat larger than the first-level cache would be fetched again at every step. Read back to front
-        # at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
-        turns = tile <= 2 and 24 << 10 <= depth * blocks * width * self._align() <= 96 << 10
+        # A matrix somewhat larger than the first-level cache, or the second, would be fetched again at every step. Read
+        # back to front at every second one, it finds there what was read last. Tiles of many rows gain nothing by it.
+        size = depth * blocks * width * self._align() >> 10
+        turns = tile <= 2 and (24 <= size <= 96 or 768 <= size <= 3072)
 
         def block(start: ir.Value, index: ir.Value, masks: list[Any]) -> None:
             base = self._gep(matrix, start if pitch else self._mul(index, depth * width))
@@ -285,6 +287,26 @@ class _Writer(Turned):
         if count >= self.lanes or (padded and count > 0):
             return None
         return False if count <= 0 else self._first(count)
+
+    def _lookup(self, v: Value) -> None:
+        """For each number of a row, the row of the table that it says; what is not there is not read."""
+        b, (index, k), count = self.b, v.index, v.args[0].width
+        width, home = v.width // count, self.plan.home(v)
+        table = self._pointer(Buffer(Role.CONSTANT, index))
+        with self._rows() as r:
+            which = self._row_pointer(v.args[0], r)
+            with self._range(self._int(0), self._int(count), 1) as i:
+                number, last = b.load(self._gep(which, i), typ=self.number), ir.Constant(self.number, float(k - 1))
+                number = b.select(
+                    b.fcmp_ordered(">", number, ir.Constant(self.number, 0.0)), number, ir.Constant(self.number, 0.0)
+                )
+                number = b.select(b.fcmp_ordered("<", number, last), number, last)
+                row = self._gep(table, self._mul(b.fptosi(number, self.i64), width))
+                start = self._mul(i, width)
+                with self._features(width) as (j, mask):
+                    to = self._at(home, r, self._add(start, j))
+                    self._save(self._load(self._gep(row, j), mask), to, mask)
+        self._writes(home, v.width)
 
     def _reduction(self, v: Value) -> None:
         """Each of equal parts of a row down to one number: vectors along a part, or across parts, whichever is less."""

@@ -87,6 +87,8 @@ class Rows(Picking):
                 found |= {Buffer(Role.START, v.index): None, Buffer(Role.STATES, v.index): None}
             elif v.op == "matmul":
                 found[Buffer(Role.MATRIX, *v.index)] = None
+            elif v.op == "row":
+                found[Buffer(Role.CONSTANT, v.index[0])] = None
             elif v.op in ("input", "incoming", "constant", "context"):
                 found[Buffer(Role[v.op.upper()], v.index)] = None
         found |= dict.fromkeys(place.buffer for _, place in self.plan.roots)

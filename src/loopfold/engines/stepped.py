@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Recurrence
+from loopfold.engines.compiled import as_row
 from loopfold.engines.fused_cpu import Fused, FusedCPU, Native
 from loopfold.engines.programs import Found, alone, program_of
 from loopfold.engines.writing import Buffer, Halves, Role, Source
@@ -105,7 +106,7 @@ class NativeStep:
         for node in graph.operations:
             if node in needed:
                 values[node] = apply(node, values, self.batch)
-        constants = [self._tensor(recipe.make(values)) for recipe in loop.constants]
+        constants = [as_row(recipe.make(values), self.like, self.like.dtype) for recipe in loop.constants]
         contexts = [recipe.make(values).contiguous() for recipe in loop.contexts]
         tables = [(i, values[table]) for i, (_, table) in enumerate(code.reads) if table is not None]
         if any(not table.is_contiguous() for _, table in tables):
@@ -145,9 +146,6 @@ class NativeStep:
         }
         self.unaltered, self.long = unaltered(recurrence.f, [t for n, t in own.items() if n in used], versions)
         self.rows, self.tokens = self._rows_alone(), self._token_alone()
-
-    def _tensor(self, constant: Tensor | float) -> Tensor:
-        return constant if isinstance(constant, Tensor) else self.like.new_full((1,), constant)
 
     @property
     def place(self) -> int:

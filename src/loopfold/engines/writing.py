@@ -33,7 +33,7 @@ class Halves:
     def of(loop: Loop) -> "Halves":
         states = {i: node.dtype for i, node in enumerate(loop.graph.state) if node.dtype in ROUNDED}
         made = {i: {node.dtype for node in recipe.nodes()} for i, recipe in enumerate(loop.constants)}
-        matrices = {i: dtype for i, (dtype, *more) in made.items() if dtype in ROUNDED and not more}
+        matrices = {i: dtype for i, of in made.items() for dtype in ROUNDED if of == {dtype}}
         return Halves(states, matrices)
 
     def row(self, v: Value) -> torch.dtype | None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loopfold.feeding import Classes
+from loopfold.feeding import Pick, scores
+from loopfold.outputs import Classes, Outputs
 from loopfold.states import State, alive
 
 
@@ -31,6 +32,29 @@ class Next(NamedTuple):
     memory: State
 
 
+class Written(NamedTuple):
+    """What a model has written, and where it stands after that."""
+
+    tokens: Tensor  # [τ, batch]
+    best: Tensor  # [τ, batch], the largest output at each step: not a finite number where nothing can be chosen
+    context: Context
+
+
+class Chooser(nn.Module):
+    """The token that `pick` picks from outputs `o [batch, |V|]`, and never `unknown`; and the largest of o."""
+
+    never: Tensor
+
+    def __init__(self, pick: Pick, outputs: Outputs, unknown: int | None, device: torch.device) -> None:
+        super().__init__()
+        self.pick, self.outputs, self.knows_all = pick, outputs, unknown is None
+        self.register_buffer("never", torch.arange(outputs.size, device=device) == (-1 if unknown is None else unknown))
+
+    def forward(self, o: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        o = o if self.knows_all else o.masked_fill(self.never, -torch.inf)
+        return scores(self.pick, o, self.outputs, noise).argmax(-1), o.amax(-1)
+
+
 class LanguageModel(nn.Module, ABC):
     """P(token | the tokens before it), over tokens 0 … |V|-1.
 
@@ -50,6 +74,21 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def next(self, context: Context) -> Next:
         """Read `context.last`, and say what may follow."""
+
+    def write(self, context: Context, steps: int, pick: Pick, noise: Tensor | None, unknown: int | None) -> Written:
+        """So many more tokens, each of which is read next: one call of `next` a token.
+
+        `noise [steps, batch, |V|]` is what `feeding.noise_of(pick, …)` drew, and `unknown` a token never to be written.
+        """
+        choose = Chooser(pick, Classes(self.vocabulary_size), unknown, context.last.device)
+        tokens, best = [], []
+        for t in range(steps):
+            log_p, memory = self.next(context)
+            token, largest = choose(log_p, None if noise is None else noise[t].to(log_p))
+            context = Context(token, memory)
+            tokens.append(token)
+            best.append(largest)
+        return Written(torch.stack(tokens), torch.stack(best), context)
 
 
 def count_parameters(model: nn.Module) -> int:

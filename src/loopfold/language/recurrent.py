@@ -8,11 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopfold.feeding import Classes, TeacherForcing
-from loopfold.language.base import Context, LanguageModel, Next, Scored, losses
+from loopfold.feedback import kept_step
+from loopfold.feeding import Pick, TeacherForcing, undrawn
+from loopfold.language.base import Chooser, Context, LanguageModel, Next, Scored, Written, losses
+from loopfold.outputs import Classes, Outputs
 from loopfold.patterns import SequenceToSequence
-from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
-from loopfold.states import at_end, whole_number
+from loopfold.recurrent import (
+    Bidirectional,
+    Recurrent,
+    RecurrentLayer,
+    Stacked,
+    VariationalDropout,
+    engine_of,
+    step_of,
+)
+from loopfold.states import State, at_end, leaves, whole_number
 from loopfold.transitions import Embedded
 from loopfold.wiring import Readout, Wiring
 
@@ -65,11 +75,65 @@ class RecurrentLM(LanguageModel):
         run = self.network.recurrent(self.encode(context.last[None]), context.memory)
         return Next(self.network.readout(run.last_hidden).log_softmax(-1), run.last)
 
+    def write(self, context: Context, steps: int, pick: Pick, noise: Tensor | None, unknown: int | None) -> Written:
+        """All steps are one loop, which an engine runs."""
+        if type(self).next is not RecurrentLM.next:  # a model of its own, which says itself what may follow
+            return super().write(context, steps, pick, noise, unknown)
+        network, c = self.network, self.network.c
+        parts = (network.recurrent, network.readout, network.outputs, undrawn(pick, network.outputs), unknown)
+        step = kept_step(network, Writes, *parts, self.reads_tokens, c.device)
+        memory = context.memory
+        dtype = leaves(memory)[0].dtype
+        if not dtype.is_floating_point or self.vocabulary_size >= 1 / torch.finfo(dtype).eps:
+            dtype = torch.float64  # which has every token; engines that compile need one dtype, and refuse
+        last = context.last[:, None].to(dtype)
+        noise = last.new_zeros(steps, len(last), 0) if noise is None else noise.to(c)
+        run = Recurrent(step, engine_of(network.recurrent))(noise, (memory, last))
+        assert isinstance(run.outputs, tuple)
+        tokens, best = run.outputs
+        return Written(tokens, best, Context(tokens[-1], run.last[0]))
+
     def encode(self, x: Tensor) -> Tensor:
         """Tokens as `network` reads them; |V| is the start of a text."""
-        if self.reads_tokens:
-            return x
-        return F.one_hot(x, self.vocabulary_size + 1)[..., :-1].to(self.network.c.dtype)
+        return x if self.reads_tokens else one_hot(x, self.vocabulary_size, self.network.c.dtype)
+
+
+def one_hot(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Tokens as vectors; `size` itself, the start of a text, as zeros."""
+    return F.one_hot(x, size + 1)[..., :-1].to(dtype)
+
+
+class Writes(nn.Module):
+    """One step of a language model that reads what it has written: the state is (memory, the last token)."""
+
+    rows: Tensor | None
+
+    def __init__(
+        self,
+        layer: RecurrentLayer,
+        readout: nn.Module,
+        outputs: Outputs,
+        pick: Pick,
+        unknown: int | None,
+        reads_tokens: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer, self.readout, self.size, self.reads_tokens = layer, readout, outputs.size, reads_tokens
+        self.choose = Chooser(pick, outputs, unknown, device)
+        # as rows of a table, one-hot vectors need no product with a matrix: what it makes of each is computed once
+        self.register_buffer("rows", torch.eye(self.size + 1, self.size, device=device) if self.size < 1000 else None)
+
+    def forward(self, state: tuple[State, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[State, Tensor]]:
+        memory, last = state  # the token as a number, as states are
+        token = last[:, 0].clamp(0, self.size).long()
+        read = token if self.reads_tokens else self._vector(token, x.dtype)
+        h, _, memory = step_of(self.layer, memory, read, t=torch.zeros_like(last))
+        token, best = self.choose(self.readout(h), x if x.shape[1] else None)
+        return (token, best), (memory, token[:, None].to(last.dtype))
+
+    def _vector(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        return one_hot(token, self.size, dtype) if self.rows is None else self.rows.to(dtype)[token]
 
 
 class TiedReadout(Readout):

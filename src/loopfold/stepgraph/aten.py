@@ -35,6 +35,7 @@ class Aten:
     `same_rows`  if its result begins with the batch, so does what it reads, row for row
     `pointwise`  as torch's own tag of that name, which not every version of torch gives it
     `truth`      what it does where its result is truth values
+    `choices`    it may give, or compute with, whole numbers that the step has made itself: places and indices
     `numbers`    the arguments at which a plain number may be another at every call; of the loop's own operations, all
     """
 
@@ -46,6 +47,7 @@ class Aten:
     same_rows: bool = False
     pointwise: bool = False
     truth: Truth = Truth.UNKNOWN
+    choices: bool = False
     numbers: tuple[int, ...] = ()
 
 
@@ -66,9 +68,10 @@ _KNOWN = {
     "neg": Aten("−"),
     "maximum": Aten(truth=Truth.AS_NUMBERS),
     "minimum": Aten(truth=Truth.AS_NUMBERS),
-    "where": Aten(truth=Truth.AS_NUMBERS),
+    "where": Aten(truth=Truth.AS_NUMBERS, choices=True),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), Aten(choices=True)),
     "lerp": Aten(numbers=(2,)),
-    "clamp": Aten(numbers=(1, 2)),
+    "clamp": Aten(numbers=(1, 2), choices=True),
     "clamp_min": Aten(numbers=(1,)),
     "clamp_max": Aten(numbers=(1,)),
     "sigmoid": Aten(r"$\sigma$"),
@@ -85,14 +88,16 @@ _KNOWN = {
     "addmv": Aten("@", Product.OTHER, _LAST_TWO),
     "dot": Aten("@", Product.OTHER, _BOTH),
     "convolution": Aten("", Product.OTHER, _BOTH),
-    "embedding": Aten("look up", Product.LOOKUP, _BOTH),
-    "index": Aten("", Product.LOOKUP, _BOTH),
+    "embedding": Aten("look up", Product.LOOKUP, _BOTH, choices=True),
+    "index": Aten("", Product.LOOKUP, _BOTH, choices=True),
+    "index_select": Aten("", Product.LOOKUP, _BOTH, choices=True),
     # along a dimension
     "sum": Aten(dimension=1),
     "mean": Aten(dimension=1),
     "amax": Aten(dimension=1),
     "amin": Aten(dimension=1),
-    "argmax": Aten(dimension=1),
+    "argmax": Aten(dimension=1, choices=True),
+    "argmin": Aten(dimension=1, choices=True),
     "cumsum": Aten(dimension=1),
     "linalg_vector_norm": Aten(dimension=2),
     **dict.fromkeys(("logsumexp", "var", "std", "glu"), Aten(dimension=1)),
@@ -103,9 +108,9 @@ _KNOWN = {
     "native_group_norm": Aten("norm"),
     # numbers put elsewhere
     "getitem": Aten(moves=True, truth=Truth.SAME),
-    **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.SAME)),
-    "_to_copy": Aten(same_rows=True, truth=Truth.SAME),
-    **dict.fromkeys(MOVING, Aten(moves=True, truth=Truth.AS_NUMBERS)),
+    **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.SAME, choices=True)),
+    "_to_copy": Aten(same_rows=True, truth=Truth.SAME, choices=True),
+    **dict.fromkeys(MOVING, Aten(moves=True, truth=Truth.AS_NUMBERS, choices=True)),
     # new tensors
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"), Aten(same_rows=True)),
     **dict.fromkeys(("full", "full_like", "new_full", "empty", "empty_like", "new_empty"), Aten(same_rows=True)),

@@ -19,11 +19,15 @@ from loopfold.stepgraph.split import Loop
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`gradient of matrix i += leftᵀ @ right`, summed over steps and sequences."""
+    """`gradient of matrix i += leftᵀ @ right`, summed over steps and sequences.
+
+    Or left says which rows of the matrix were read: then right is added to these.
+    """
 
     matrix: int
     left: Value
     right: Value
+    rows: int | None = None  # that the matrix has, where left says which
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +91,8 @@ def differentiate(loop: Loop, incoming: tuple[bool, ...]) -> Reverse:
         elif v.op == "matmul":
             products.append(Product(v.index[0], v.args[0], g))
             send(v.args[0], b.make("matmul", g, width=v.args[0].width, index=(v.index[0], True)))
+        elif v.op == "row":
+            products.append(Product(v.index[0], v.args[0], g, v.index[1]))
         elif (rule := OPS[v.op].gradient) is not None:
             for argument, gradient in zip(v.args, rule(b, results.get(v, v), g, *v.args), strict=True):
                 if gradient is not None:

@@ -48,7 +48,11 @@ from loopfold.stepgraph.ops import ROUNDED
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
 from loopfold.stepgraph.rules import OWN, RULES
+from loopfold.stepgraph.rules.choices import exact_up_to
 from loopfold.stepgraph.split import Loop
+from loopfold.surroundings import INDICES
+
+FEW_ROWS = 1024  # of a table: a product with each of them, once, takes less time than one at every step
 
 
 def hoist(graph: StepGraph) -> Loop:
@@ -80,6 +84,7 @@ class _Hoist:
         self.contexts: list[Recipe] = []
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
+        self.bounds: dict[Value, tuple[int, int]] = {}  # of whole numbers, where they are known
         self.depends = dependence_in_a_step(graph) if whole else dependence(graph)
         self.grown = set[Node]() if whole else grown(graph, self.depends)
         self.dtype = loop_dtype(graph, self.depends)
@@ -97,10 +102,7 @@ class _Hoist:
             in_loop |= set(needed_for([node for node in graph.operations if node in better & everything], set()))
         for node in graph.operations:
             if node in in_loop and self.depends[node] == "state":
-                if node.dtype not in (torch.bool, None) and not self._fits(node.dtype):
-                    raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
-                if node.inputs() and all(_is_whole(n) for n in node.inputs()):
-                    raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
+                self._check_numbers(node)
                 self.value_of[node] = self._value(node)
 
         emitted: list[Value] = []
@@ -149,14 +151,14 @@ class _Hoist:
     ) -> Loop:
         """Renumber constants and inputs, without those that a rewriting left unused."""
         order = ordered(emitted)
-        used_constants = sorted({_constant(v) for v in order if v.op in ("constant", "matmul")})
+        used_constants = sorted({_constant(v) for v in order if v.op in ("constant", "matmul", "row")})
         used_inputs = sorted({v.index for v in order if v.op == "input"})
         used_contexts = sorted({v.index for v in order if v.op == "context"})
         builder = Builder()
         new: dict[Value, Value] = {}
         for v in order:
             index = v.index
-            if v.op == "matmul":
+            if v.op in ("matmul", "row"):
                 index = (used_constants.index(v.index[0]), v.index[1])
             elif v.op == "constant":
                 index = used_constants.index(v.index)
@@ -183,6 +185,20 @@ class _Hoist:
         )
 
     # ---- nodes as values of the loop
+
+    def _check_numbers(self, node: Node) -> None:
+        """The loop computes in the dtype of the state. It has choices too: whole numbers that it made itself."""
+        choice = aten(node.op).choices
+        fits = node.dtype in (torch.bool, None) or self._fits(node.dtype)
+        if not fits and not (choice and node.dtype in INDICES):
+            raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
+        whole = bool(node.inputs()) and all(_is_whole(n) for n in node.inputs())
+        if whole and not (choice and all(self.depends[n] == "state" or self._counts(n) for n in node.inputs())):
+            raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
+
+    def _counts(self, node: Node) -> bool:
+        """Whether it is 0, 1, 2, …, and the dtype of the state has all of these."""
+        return node.op == "arange" and node.shape[0] <= exact_up_to(self.dtype)
 
     def _as_row(self, node: Node) -> Value:
         """A node as a row of its full width."""
@@ -332,6 +348,10 @@ class _Hoist:
             return self.matmul(self.builder.make("expand", v, width=1), matrix, start)
         if not self._fits(matrix.node.dtype):
             raise Refusal(f"{matrix.node.name} is {matrix.node.dtype} where the state is {self.dtype}.")
+        if v.op == "row" and v.args[0].width == 1 and v.index[1] <= FEW_ROWS and not self.whole:  # once for each row
+            table, k = self.constants[v.index[0]], v.index[1]
+            product = self.constant(Recipe(torch.mm, (table, rows)), k, ("product", v.index, matrix, start))
+            return self.builder.make("row", v.args[0], width=columns, index=(product.index, k))
         sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
         if sequence.op == "input" and not self.whole:
             x = Recipe(lambda t: t[:, low : low + v.width], (self.inputs[sequence.index],))
@@ -423,4 +443,4 @@ def _terms(v: Value) -> list[Value]:
 
 
 def _constant(v: Value) -> int:
-    return v.index[0] if v.op == "matmul" else v.index
+    return v.index if v.op == "constant" else v.index[0]

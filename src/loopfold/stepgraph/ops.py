@@ -25,7 +25,7 @@ class Kind(Enum):
     LEAF = "given to the step"
     POINTWISE = "feature by feature; a width of 1 goes with any other"
     REDUCTION = "a whole row: so many equal parts of it side by side, each down to one number"
-    PRODUCT = "a whole row, times a matrix"
+    PRODUCT = "a whole row, times a matrix; or which rows of a matrix"
     LAYOUT = "numbers put elsewhere; nothing is computed"
 
 
@@ -208,6 +208,7 @@ _TABLE = (
     _leaf("incoming"),  # ∇ of emitted value `index` at this step, from outside the loop
     # whole rows
     Op("matmul", Kind.PRODUCT, 1),  # index (i, transposed): with matrix i of what is computed once, or its transpose
+    Op("row", Kind.PRODUCT, 1),  # index (i, k): of matrix i, which has k rows, the one that its argument says; or many
     Op("slice", Kind.LAYOUT, 1, "{0}.narrow(-1, {index}, {width})", again=_CHEAP),  # index: where it starts
     Op("cat", Kind.LAYOUT, None),  # its arguments side by side
     Op("take", Kind.LAYOUT, 1, "take({0}, {index})", gradient=_put, again=_CHEAP),  # index: `Positions`

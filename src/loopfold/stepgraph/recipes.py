@@ -13,10 +13,10 @@ from loopfold.stepgraph.graph import Node
 class Recipe:
     """How torch makes a tensor that the loop reads, from nodes of the step graph and other recipes."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]  # a tensor; or `range(n)`, the numbers 0 … n - 1, which go where the state is
     parts: tuple["Node | Recipe", ...]
 
-    def make(self, values: dict[Node, Any]) -> Tensor:
+    def make(self, values: dict[Node, Any]) -> Any:
         return self.function(*[p.make(values) if isinstance(p, Recipe) else values[p] for p in self.parts])
 
     def nodes(self) -> list[Node]:

@@ -28,6 +28,11 @@ def check_rowwise(node: Node) -> None:
         fine = batch_at(reads[0].shape) == 0
     elif node.op == "embedding":
         fine = node.args[0] not in reads and not any(node.args[3:4])  # scaling by frequency counts across rows
+    elif node.op in ("index", "index_select"):
+        rows = len(node.args[1]) == 1 if node.op == "index" else node.args[1] == 0
+        if not rows or node.args[0] in reads or batch_at(reads[0].shape) != 0:
+            raise Refusal(no_kernel(node.op))
+        fine = True
     elif known.moves:
         moved(node)
         fine = True

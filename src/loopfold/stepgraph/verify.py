@@ -41,7 +41,10 @@ def verify_reverse(loop: Loop, reverse: Reverse, incoming: Sequence[bool], kept:
         if gradient is not None:
             _need(gradient.width == width, gradient, f"is the gradient of an input of {width} features")
     for product in reverse.products:
-        checked.constant(product.right, product.matrix, (product.left.width, product.right.width))
+        left, right = product.left.width, product.right.width
+        checked.constant(
+            product.right, product.matrix, (left, right) if product.rows is None else (product.rows, right // left)
+        )
     for i, gradient in reverse.rows:
         checked.constant(gradient, i, (gradient.width,))
 
@@ -75,6 +78,10 @@ class _Checked:
                 i, transposed = v.index
                 size = v.args[0].width, v.width
                 self.constant(v, i, size[::-1] if transposed else size)
+            elif v.op == "row":
+                i, k = v.index
+                _need(v.width % v.args[0].width == 0, v, f"is not a row for each of {v.args[0].width} indices")
+                self.constant(v, i, (k, v.width // v.args[0].width))
 
     def constant(self, v: Value, i: int, size: tuple[int, ...]) -> None:
         """A row [k] or a matrix [k, m] of what is computed once: always the same size."""

@@ -20,7 +20,7 @@ def _getitem(hoist: Any, node: Node, parts: list[Any], i: int) -> Any:
     return parts[i]
 
 
-def _fold(hoist: Any, op: str, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
+def fold(hoist: Any, op: str, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     """A reduction over dimensions of a value of such a shape."""
     dims, places = _dims(shape, dim), _places(shape)
     kept = [d for d in range(len(shape)) if d not in dims]
@@ -29,7 +29,7 @@ def _fold(hoist: Any, op: str, v: Value, shape: tuple[Any, ...], dim: Any) -> Va
     return v if width == v.width else hoist.builder.make(op, hoist.builder.take(v, tuple(last.tolist())), width=width)
 
 
-def _unfold(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
+def spread(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     """What a reduction gave, at every place that it was made from."""
     dims, places = _dims(shape, dim), _places(shape)
     sizes = [1 if d in dims else size for d, size in enumerate(places.shape)]
@@ -46,14 +46,27 @@ def _places(shape: tuple[Any, ...]) -> torch.Tensor:
     return torch.arange(size_of(shape)).view(sizes_of(shape))
 
 
+def along(shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
+    """For each number of a row of such a shape, where it stands along a dimension."""
+    places = _places(shape)
+    n = places.shape[dim]
+    return tuple(
+        torch.arange(n)
+        .view([-1 if d == dim % len(shape) else 1 for d in range(len(shape))])
+        .expand(places.shape)
+        .flatten()
+        .tolist()
+    )
+
+
 def _mean_of(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
-    total = _fold(hoist, "sum", v, shape, dim)
+    total = fold(hoist, "sum", v, shape, dim)
     return hoist.builder.mul(total, total.width / v.width)
 
 
 @rule("sum", "amax", "amin")
 def _reduce(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
-    return _fold(hoist, node.op, v, node.args[0].shape, dim)
+    return fold(hoist, node.op, v, node.args[0].shape, dim)
 
 
 @rule("mean")
@@ -64,31 +77,31 @@ def _mean(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = Fal
 @rule("_softmax")
 def _softmax(hoist: Any, node: Node, v: Value, dim: int, half_to_float: bool = False) -> Value:
     e = hoist.builder.make("exp", _centred(hoist, v, node.shape, dim))
-    return hoist.builder.div(e, _unfold(hoist, _fold(hoist, "sum", e, node.shape, dim), node.shape, dim))
+    return hoist.builder.div(e, spread(hoist, fold(hoist, "sum", e, node.shape, dim), node.shape, dim))
 
 
 @rule("_safe_softmax")
 def _safe_softmax(hoist: Any, node: Node, v: Value, dim: int, dtype: Any = None) -> Value:
     """Where every place is -∞, as where a mask leaves none, all are 0."""
     b, shape = hoist.builder, node.shape
-    greatest = b.make("detach", _fold(hoist, "amax", v, shape, dim))
+    greatest = b.make("detach", fold(hoist, "amax", v, shape, dim))
     none = b.make("eq", greatest, b.number(-math.inf))
-    e = b.make("exp", b.sub(v, _unfold(hoist, b.where(none, 0, greatest), shape, dim)))
-    total = b.where(none, 1, _fold(hoist, "sum", e, shape, dim))
-    return b.div(e, _unfold(hoist, total, shape, dim))
+    e = b.make("exp", b.sub(v, spread(hoist, b.where(none, 0, greatest), shape, dim)))
+    total = b.where(none, 1, fold(hoist, "sum", e, shape, dim))
+    return b.div(e, spread(hoist, total, shape, dim))
 
 
 @rule("_log_softmax")
 def _log_softmax(hoist: Any, node: Node, v: Value, dim: int, half_to_float: bool = False) -> Value:
     b, centred = hoist.builder, _centred(hoist, v, node.shape, dim)
-    log = b.make("log", _fold(hoist, "sum", b.make("exp", centred), node.shape, dim))
-    return b.sub(centred, _unfold(hoist, log, node.shape, dim))
+    log = b.make("log", fold(hoist, "sum", b.make("exp", centred), node.shape, dim))
+    return b.sub(centred, spread(hoist, log, node.shape, dim))
 
 
 def _centred(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     """Less its greatest, so that exp does not overflow."""
-    greatest = hoist.builder.make("detach", _fold(hoist, "amax", v, shape, dim))
-    return hoist.builder.sub(v, _unfold(hoist, greatest, shape, dim))
+    greatest = hoist.builder.make("detach", fold(hoist, "amax", v, shape, dim))
+    return hoist.builder.sub(v, spread(hoist, greatest, shape, dim))
 
 
 @rule("linalg_vector_norm")
@@ -96,7 +109,7 @@ def _norm(hoist: Any, node: Node, v: Value, ord: float = 2, dim: Any = None, *re
     if ord != 2:
         raise Refusal(f"aten.linalg_vector_norm of order {ord} has no kernel.")
     b = hoist.builder
-    square = _fold(hoist, "sum", b.mul(v, v), node.args[0].shape, dim)
+    square = fold(hoist, "sum", b.mul(v, v), node.args[0].shape, dim)
     none = b.make("eq", square, b.number(0))
     return b.where(none, 0, b.make("sqrt", b.where(none, 1, square)))  # as torch has it, no gradient at zero
 
@@ -127,9 +140,9 @@ def _normed(hoist: Any, v: Value, shape: Any, dims: tuple[int, ...], affine: lis
     mean = _mean_of(hoist, v, shape, dims)
     if mean.width == v.width:
         raise Refusal("a norm over one feature has no kernel.")
-    centred = b.sub(v, _unfold(hoist, mean, shape, dims))
+    centred = b.sub(v, spread(hoist, mean, shape, dims))
     variance = _mean_of(hoist, b.mul(centred, centred), shape, dims)
-    y = b.mul(centred, _unfold(hoist, b.make("rsqrt", b.add(variance, eps)), shape, dims))
+    y = b.mul(centred, spread(hoist, b.make("rsqrt", b.add(variance, eps)), shape, dims))
     y = y if weight is None else b.mul(y, weight)
     return y if bias is None else b.add(y, bias)
 
@@ -150,10 +163,10 @@ def _batch_norm(
 @rule("logsumexp")
 def _logsumexp(hoist: Any, node: Node, v: Value, dim: Any, keepdim: bool = False) -> Value:
     b, shape = hoist.builder, node.args[0].shape
-    top = _fold(hoist, "amax", v, shape, dim)
+    top = fold(hoist, "amax", v, shape, dim)
     top = b.make("detach", b.where(b.make("eq", b.make("abs", top), b.number(math.inf)), 0, top))
-    e = b.make("exp", b.sub(v, _unfold(hoist, top, shape, dim)))
-    return b.add(b.make("log", _fold(hoist, "sum", e, shape, dim)), top)
+    e = b.make("exp", b.sub(v, spread(hoist, top, shape, dim)))
+    return b.add(b.make("log", fold(hoist, "sum", e, shape, dim)), top)
 
 
 @rule("var", "std")
@@ -165,8 +178,8 @@ def _spread(
     count, correction = v.width // mean.width, 1 if correction is None else correction
     if rest or count <= correction:
         raise Refusal(f"aten.{node.op} of so few features has no kernel.")
-    centred = b.sub(v, _unfold(hoist, mean, shape, dim))
-    variance = b.mul(_fold(hoist, "sum", b.mul(centred, centred), shape, dim), 1 / (count - correction))
+    centred = b.sub(v, spread(hoist, mean, shape, dim))
+    variance = b.mul(fold(hoist, "sum", b.mul(centred, centred), shape, dim), 1 / (count - correction))
     if node.op == "var":
         return variance
     none = b.make("eq", variance, b.number(0))

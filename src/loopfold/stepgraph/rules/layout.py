@@ -13,9 +13,12 @@ from loopfold.stepgraph.rules.registry import rule
 
 @rule("clone", "alias", "_to_copy")
 def _same(hoist: Any, node: Node, v: Any, **options: Any) -> Any:
-    if node.dtype == node.args[0].dtype:
-        return v
-    return hoist.condition(v) if node.dtype == torch.bool else hoist.row(v)
+    before, after = node.args[0].dtype, node.dtype
+    if before == after or after == torch.bool:
+        return v if before == after else hoist.condition(v)
+    assert after is not None
+    whole = before.is_floating_point and not after.is_floating_point
+    return hoist.builder.make("trunc", hoist.builder.make("detach", hoist.row(v))) if whole else hoist.row(v)
 
 
 @rule("detach")
