@@ -85,10 +85,11 @@ def test_engines_agree_under_autocast(make: Callable[[int, int], nn.Module], dty
         lengths = [1 + (7 * i) % tau for i in range(batch)] if unequal else None
         truth = _everything(copy.deepcopy(cell).double(), x.double(), lengths, lf.Sequential())
         theirs = _everything(cell, x, lengths, lf.Sequential(), dtype)
-        bound = 2 * max(errors(theirs, truth).values())
+        finite = [k for k, v in theirs.items() if bool(v.isfinite().all())]  # gradients may be too large for float16
+        bound = 2 * max(errors(theirs, truth)[k] for k in finite)
         for engine in (lf.Looped(), lf.FusedGPU()):
-            ours = _everything(cell, x, lengths, engine, dtype)
-            assert {k: error for k, error in errors(ours, truth).items() if not error <= bound} == {}
+            found = errors(_everything(cell, x, lengths, engine, dtype), truth)
+            assert {k: found[k] for k in finite if not found[k] <= bound} == {}
 
 
 def test_small_increments_are_not_lost_under_autocast() -> None:
