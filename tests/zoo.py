@@ -492,7 +492,7 @@ class Unitary(lf.Transition):
         self.register_buffer("order", torch.randperm(n, generator=torch.Generator().manual_seed(0)))
 
     def reflect(self, h: Tensor, v: Tensor) -> Tensor:
-        return h - 2 * v * (h @ v)[:, None] / (0.1 + v.square().sum())  # nearly
+        return h - 2 * v * (h @ v)[:, None] / (1 + v.square().sum())  # nearly: its gradients do not cancel
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         h = self.reflect(self.reflect(h, self.v[0])[:, self.order], self.v[1]) + x @ self.U.T
