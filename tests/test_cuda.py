@@ -1,9 +1,11 @@
 """On a GPU: the same values as on the CPU. Skipped where there is none."""
 
 import copy
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,6 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.engines import driver, looped, programs, replay, selfcheck
-from loopfold.engines.replay import Replays
 from loopfold.states import leaves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -300,9 +301,8 @@ def test_a_language_model_on_a_gpu_learns_what_it_learns_on_the_cpu(tmp_path: Pa
 # ------------------------------------------------------------------ runs as CUDA graphs
 
 
-def graphs_of(cell: nn.Module, x: Tensor, lengths: list[int] | None = None) -> list[Any]:
-    made = programs.program_of(lf.unfolding.checked(cell, x, None, lengths, None)).program.made
-    return [graph for kept in made.values() if isinstance(kept, Replays) for graph in kept.graphs]
+def graphs_of(cell: nn.Module) -> list[Any]:
+    return [graph for kept in programs._shelves[cell].beside.values() for graph in kept.graphs]
 
 
 @pytest.mark.parametrize("make", [lf.LSTM, lf.LayerNormLSTM, zoo.Sliced], ids=lambda m: m.__name__)
@@ -324,7 +324,7 @@ def test_replayed_graphs_give_what_the_cpu_gives(
         expected = gradients(cell, x.double(), ends, lf.Sequential())
         found = gradients(ours, x.to("cuda", dtype), ends, engine)
         torch.testing.assert_close([t.double() for t in found], expected, rtol=tolerance, atol=tolerance)
-    (graph,) = graphs_of(ours, x.to("cuda", dtype), ends)
+    (graph,) = graphs_of(ours)
     assert [way is not None for way in graph.ways_back.values()] == [True]
 
 
@@ -347,12 +347,22 @@ def test_training_by_graphs_is_training_without(engine: lf.Engine, monkeypatch: 
             (last[i % 3] + first.hidden[5].sum()).backward()
             optimiser.step()
             kept.append(second.hidden)
-        return [*kept, *cell.parameters()], len(graphs_of(cell, x))
+        return [*kept, *cell.parameters()], len(graphs_of(cell))
 
     (ours, captured), (theirs, none) = train(4), train(10**9)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert captured >= 2
     assert none == 0
+
+
+def test_a_module_that_is_gone_leaves_no_graph() -> None:
+    cell, x = lf.LSTM(4, 17).cuda(), torch.randn(9, 3, 4).cuda()
+    for _ in range(8):
+        lf.unfold(cell, x, engine=lf.Looped()).hidden.sum().backward()
+    ends = [weakref.ref(graph) for graph in graphs_of(cell)]
+    del cell
+    gc.collect()
+    assert [end() for end in ends] == [None]
 
 
 def test_replayed_graphs_on_several_streams() -> None:

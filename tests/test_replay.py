@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -217,6 +218,53 @@ def test_other_parameters_in_the_same_place_and_gradients_that_are_not_wanted(pa
     with torch.inference_mode():
         for _ in range(6):
             compared([t.clone() for t in numbers()])
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted(parameters: list[Tensor]) -> None:
+    replays = Replays("FusedGPU")
+    for mode in (torch.no_grad, torch.inference_mode):
+        for _ in range(6):
+            with mode():
+                assert not replays.run(run, (5,), numbers(), parameters)[0].requires_grad
+    (graph,) = replays.graphs
+    assert not any(t.requires_grad for t in graph.there.results if t is not None)
+
+
+def test_what_has_no_gradient_may_change_before_the_way_back(parameters: list[Tensor]) -> None:
+    """Such as a running mean: the way back has what was there."""
+    shift, replays = torch.zeros(3, dtype=torch.float64), Replays("FusedGPU")
+
+    def shifted(given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        return run([given[0] + parameters[2], given[1]], parameters[:2])
+
+    for _ in range(9):
+        given = numbers()
+        pair = replays.run(shifted, (5,), given, [*parameters, shift]), shifted(given, [*parameters, shift])
+        shift += 1
+        torch.testing.assert_close(*[torch.autograd.grad(r[0].sum(), [given[0], *parameters]) for r in pair])
+    assert len(replays.graphs) == 1
+
+
+def test_parameters_that_are_made_anew_are_not_captured(parameters: list[Tensor]) -> None:
+    replays = Replays("FusedGPU")
+    for _ in range(9):
+        replays.run(run, (5,), numbers(), [2 * p for p in parameters])[0].sum().backward()
+    assert not replays.graphs
+
+
+def test_a_graph_keeps_no_earlier_input_alive(parameters: list[Tensor]) -> None:
+    replays, frozen = Replays("FusedGPU"), [p.detach() for p in parameters]
+    ends = []
+    for _ in range(9):
+        x, a = numbers()
+        upstream = x * 2
+        ends.append(weakref.ref(x))
+        replays.run(
+            lambda given, parameters: run([given[0].detach(), given[1]], parameters), (5,), [upstream, a], frozen
+        )
+        del upstream, x
+    gc.collect()
+    assert [end() for end in ends] == [None] * 9
 
 
 def test_hooks_are_called_once(parameters: list[Tensor]) -> None:

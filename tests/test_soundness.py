@@ -1266,3 +1266,28 @@ def test_what_is_moved_is_not_rounded_otherwise() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
     assert not torch.equal(computed, v)
     torch.testing.assert_close(computed, v)
+
+
+class LooksUp(lf.Transition):
+    """A row of a table by what may be no number, which torch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.E = nn.Parameter(torch.randn(5, 4))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.ones(batch, 4)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.sqrt(h + x) + 0.1 * self.E[h[:, 0].clamp(0, 4).long()]
+
+
+def test_a_step_that_fails_by_itself_is_no_reason_for_distrust() -> None:
+    cell, x = LooksUp(), torch.ones(12, 2, 4)
+    bad = x.clone()
+    bad[5] = -100
+    for _ in range(2):
+        with pytest.raises((IndexError, RuntimeError), match="index"):
+            lf.unfold(cell, bad, engine=lf.FusedCPU())
+        found = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
+        torch.testing.assert_close(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)

@@ -23,7 +23,7 @@ from loopfold.casts import casts, with_casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.draws import Draws, draw, generators, set_generators
 from loopfold.engines.kernel import Call, Kernel, LoopFunction
-from loopfold.engines.programs import Found, forget, program_of
+from loopfold.engines.programs import Found, forget, kept_beside, program_of
 from loopfold.engines.replay import Replays
 from loopfold.engines.selfcheck import (
     FIRST,
@@ -105,8 +105,9 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         return states
     if before is not None:
         set_generators(like, before)
+    states = Sequential().run(recurrence)  # if the step itself fails, that is no reason for distrust
     _distrust(engine, recurrence, reason)
-    return Sequential().run(recurrence)
+    return states
 
 
 def _first_by_itself(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> State:
@@ -189,10 +190,9 @@ def _run_or_replay(engine: Engine, kernel: Kernel, recurrence: Recurrence, found
         part = replace(recurrence.on(given[: len(tensors)]), index=index, lengths=lengths)
         return leaves(_run(engine, kernel, part, found, parameters))
 
-    key = ("replays", kernel)
-    replays = program.made.get(key) or program.made.setdefault(key, Replays(type(engine).__name__))
+    replays = kept_beside(recurrence, program, kernel, lambda: Replays(type(engine).__name__))
     given = [*tensors, *(t for t in more if t is not None)]
-    sizes = (steps, lengths is None, index is None, found.numbers)
+    sizes = (steps, lengths is None, index is None, *map(repr, found.numbers))  # -0.0 is another than 0.0
     return rebuild(program.graph.structure, replays.run(run, sizes, given, _parameters(recurrence, found)))
 
 

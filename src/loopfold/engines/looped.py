@@ -18,6 +18,7 @@ from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.moves import Positions
 from loopfold.stepgraph.ops import OPS, Kind
 
+MOST_NUMBERS = 1 << 27  # that a run holds: so many are kept for a CUDA graph
 MOST_LAUNCHES = 1 << 16  # of a CUDA graph, roughly: what is longer takes too long to capture
 
 
@@ -43,7 +44,7 @@ class Looped(Engine):
 @dataclass(frozen=True)
 class _LoopedKernel(Writer):
     def gains_by_replay(self, program: Program, steps: int, batch: int) -> bool:
-        return steps * program.operations < MOST_LAUNCHES
+        return steps * program.operations < MOST_LAUNCHES and steps * batch * program.numbers <= MOST_NUMBERS
 
     def write(self, name: str, source: Source, builder: Builder, dtype: torch.dtype) -> Written:
         function = _Function(source)

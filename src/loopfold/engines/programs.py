@@ -100,6 +100,7 @@ class _Shelf:
     found: dict[Any, Found | str] = field(default_factory=dict)
     programs: dict[Any, list[Program]] = field(default_factory=dict)
     refusals: dict[Any, int] = field(default_factory=dict)  # how many fingerprints of each size were refused
+    beside: dict[Any, Any] = field(default_factory=dict)  # what engines keep that holds a program, which none may hold
     misses: int = 0  # calls in a row at which the step was not as any time before
 
 
@@ -142,7 +143,17 @@ def forget(recurrence: Recurrence) -> None:
             sizes = _sizes(recurrence)
             shelf.programs.pop(sizes, None)
             shelf.found = {key: found for key, found in shelf.found.items() if key[0] != sizes}
+            shelf.beside.clear()
         recurrence.memo.clear()
+
+
+def kept_beside(recurrence: Recurrence, program: Program, key: Any, make: Callable[[], Any]) -> Any:
+    """What an engine has made for a program under a key. It may hold the program: it goes with the module."""
+    with alone():
+        beside = _shelves.setdefault(recurrence.f, _Shelf()).beside  # type: ignore[arg-type]
+        if (program, key) not in beside:
+            beside[program, key] = make()
+        return beside[program, key]
 
 
 def restless(recurrence: Recurrence) -> bool:

@@ -30,6 +30,7 @@ LONG_AGO = 64  # calls: a graph that was last used before them makes room for an
 MOST_SIZES = 256  # whose calls are counted
 
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]  # of what is given, and of the parameters
+Whole = Callable[[Sequence[Tensor]], list[Tensor]]  # of both
 
 _capturing = threading.Lock()
 
@@ -58,23 +59,33 @@ class Replays:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # a graph keeps what is theirs to keep
         if self.gave_up or hooks is not None or torch.cuda.is_current_stream_capturing():
             return run(given, parameters)
-        grad = torch.is_grad_enabled()
-        shapes = [(t.shape, t.stride(), t.dtype, grad and t.requires_grad) for t in (*given, *parameters)]
-        key = (sizes, given[0].device, _precision(), *shapes, *(p.data_ptr() for p in parameters))
-        with self.lock, on_device(given[0].device.index):
-            graph = self._graph(key, run, given, parameters)
+        device, grad = given[0].device, torch.is_grad_enabled()
+        if any(p.device != device or not p.is_leaf for p in parameters):  # a number fixed for good; one made anew
+            return run(given, parameters)
+        tensors = [*given, *parameters]
+        flows = [grad and t.requires_grad for t in tensors]
+        # What may change between a run and its way back is copied in; a parameter that has a gradient may not
+        stays = [i >= len(given) and (flows[i] or not any(flows)) for i in range(len(tensors))]
+        kinds = [(t.shape, t.stride(), t.dtype, flows[i], stays[i] and t.data_ptr()) for i, t in enumerate(tensors)]
+        key = (sizes, device, _precision(), *kinds)
+
+        def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return run(tensors[: len(given)], tensors[len(given) :])
+
+        with self.lock, on_device(device.index):
+            graph = self._graph(key, whole, tensors, stays)
             if graph is not None:
                 graph.used = self.calls
-                return graph.run(given, parameters)
+                return graph.run(tensors)
         return run(given, parameters)
 
-    def _graph(self, key: Any, run: Run, given: list[Tensor], parameters: list[Tensor]) -> "_Graph | None":
+    def _graph(self, key: Any, run: Whole, tensors: list[Tensor], stays: list[bool]) -> "_Graph | None":
         self.calls += 1
         free = next((graph for graph in self.graphs if graph.key == key and not graph.busy), None)
         if free is not None or not self._is_worth_it(key):
             return free
         try:
-            self.graphs.append(_Graph(self.name, key, run, given, parameters))
+            self.graphs.append(_Graph(self.name, key, run, tensors, stays))
             return self.graphs[-1]
         except NotNow:
             return None
@@ -107,7 +118,8 @@ def _precision() -> tuple[Any, ...]:
     """What a captured product has fixed beside its sizes."""
     matmul: Any = torch.backends.cuda.matmul
     reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    return tf32(), *reduced, torch.are_deterministic_algorithms_enabled()
+    accumulation = getattr(matmul, "allow_fp16_accumulation", None)
+    return tf32(), *reduced, accumulation, torch.are_deterministic_algorithms_enabled()
 
 
 # ------------------------------------------------------------------ one graph
@@ -125,43 +137,48 @@ class _Captured:
         self.found = [None if t is None else t.detach() for t in self.results]
 
     def replay(self, given: Sequence[Tensor]) -> list[Tensor | None]:
-        torch._foreach_copy_(self.given, list(given))
-        self.graph.replay()
-        return [None if t is None else t.clone() for t in self.found]
+        with torch.no_grad():
+            torch._foreach_copy_(self.given, list(given))
+            self.graph.replay()
+            return [None if t is None else t.clone() for t in self.found]
 
 
 class _Graph:
     """A run in memory of its own, and its ways back: one for each set of results to which gradients come."""
 
-    def __init__(self, name: str, key: Any, run: Run, given: list[Tensor], parameters: list[Tensor]) -> None:
-        self.name, self.key = name, key
+    def __init__(self, name: str, key: Any, run: Whole, tensors: list[Tensor], stays: list[bool]) -> None:
+        self.name, self.key, self.stays = name, key, stays
         self.used = 0  # at which call
         self.user: Callable[[], Any] = lambda: None  # the run whose way back has not been gone, if there is one
         self.lock = threading.Lock()
         self.tried: set[tuple[bool, ...]] = set()
         self.ways_back: dict[tuple[bool, ...], _Captured | None] = {}  # None: it cannot be captured
-        self.turns = _Turns(given[0].device)
-        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
-            own = [torch.empty_like(t).requires_grad_(t.requires_grad) for t in given]
+        self.turns = _Turns(tensors[0].device)
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
             # .data: the user's hooks are not called here, and a change of a parameter is no mistake
-            weights = [p.data.requires_grad_(p.requires_grad) for p in parameters]
-            self.sources = [t for t in (*own, *weights) if t.requires_grad]
-            self.there = self.turns.capture(lambda: run(own, weights), own)
+            own = [t.data if stay else torch.empty_like(t) for t, stay in zip(tensors, stays, strict=True)]
+            own = [t.detach().requires_grad_(of.requires_grad) for t, of in zip(own, tensors, strict=True)]
+            self.sources = [t for t in own if t.requires_grad]
+            self.there = self.turns.capture(lambda: run(own), self._copied(own))
 
     @property
     def busy(self) -> bool:
         return self.user() is not None
 
-    def run(self, given: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    def _copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t for t, stay in zip(tensors, self.stays, strict=True) if not stay]
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
         if not any(t.requires_grad for t in self.there.results if t is not None):
-            return self.forwards(given)
+            return self.forwards(tensors)
         user = _User()
         self.user = weakref.ref(user)
-        return list(_Replayed.apply(self, user, len(given), *given, *parameters))
+        return list(_Replayed.apply(self, user, *tensors))
 
-    def forwards(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def forwards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with self.turns:
-            return [t for t in self.there.replay(given) if t is not None]
+            return [t for t in self.there.replay(self._copied(tensors)) if t is not None]
 
     def back(self, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of `sources`, from those of the results."""
@@ -202,12 +219,11 @@ class _Replayed(torch.autograd.Function):
     """A replayed run as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, user: _User, n_given: int, *roots: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: _Graph, user: _User, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.graph, ctx.user = graph, user
-        # so that torch tells whoever changes a parameter before the way back
-        ctx.save_for_backward(*(t for i, t in enumerate(roots) if i >= n_given or t.requires_grad))
+        ctx.save_for_backward(*(t for t in tensors if t.requires_grad))  # if they change, torch says so on the way back
         ctx.set_materialize_grads(False)
-        results = graph.forwards(roots[:n_given])
+        results = graph.forwards(tensors)
         pairs = zip(results, graph.there.results, strict=True)
         ctx.mark_non_differentiable(*(found for found, own in pairs if own is not None and not own.requires_grad))
         return tuple(results)
@@ -223,10 +239,10 @@ class _Replayed(torch.autograd.Function):
             found = iter(ctx.graph.back(incoming))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.user = None  # the next run may have the graph
-        results = [next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
+        results = [next(found) if needed else None for needed in ctx.needs_input_grad[2:]]
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             results = once(ctx.graph.name, results, sources)
-        return None, None, None, *results
+        return None, None, *results
 
 
 # ------------------------------------------------------------------ streams

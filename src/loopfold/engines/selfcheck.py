@@ -205,7 +205,8 @@ def _differ(
         no_number = around.isnan().any(0)
         around = torch.where(around.isnan(), b, around)  # what is no number nearby says nothing of b
         least, most = around.amin(0), around.amax(0)
-        margin = margin + (most - least)  # one more of so few draws often lies a little outside of them
+        if rough is not None:  # one more of so few draws often lies a little outside of them
+            margin = margin + (most - least)
         inside = (a >= least - margin) & (a <= most + margin)
         inside |= (a.isnan() & no_number) | (a == b)
         if not bool(inside.all()):
