@@ -368,6 +368,91 @@ def test_a_first_x_that_fails_decides_nothing() -> None:
     assert tokens.step(1).shape == (5,)
 
 
+class Counting(lf.Transition):
+    """Reads the number of its step, and x, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(randn(5, 5))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.W.new_zeros(batch, 5)
+
+    def forward(self, h: Tensor, *x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(h @ self.W + (x[0] if x else 0.3) + 0.1 * t)
+
+
+@pytest.mark.parametrize("kind", ["rows", "tokens", "counting"])
+def test_a_check_after_a_refused_x(kind: str) -> None:
+    cell: Any = {
+        "rows": lf.GRU(5, 5),
+        "tokens": lf.Embedded(lf.Elman(3, 5), nn.Embedding(4, 3)),
+        "counting": Counting(),
+    }[kind].double()
+    good: Any = torch.tensor([2]) if kind == "tokens" else randn(1, 5)
+    bad = torch.tensor([7]) if kind == "tokens" else torch.full((1, 5), torch.nan, dtype=torch.float64)
+    sequence = good.expand(12, *good.shape).contiguous()
+    stepper, needed = lf.Stepper(cell), by_definition(cell, sequence).hidden
+    for i, row in enumerate(needed):
+        for _ in range(i % 3):
+            with pytest.raises((ValueError, IndexError), match="NaN|token"):
+                stepper.step(bad)
+            before = stepper.state
+            stepper.check()
+            assert_same(stepper.state, before)
+        assert_same(stepper.step(good), row, 1e-10)
+        stepper.check()
+        assert_same(stepper.state, row, 1e-10)
+    assert NATIVE in stepper.explain()
+
+
+def test_a_refused_out_leaves_the_state() -> None:
+    locked = np.empty((2, 5))
+    locked.flags.writeable = False
+    noisy = lf.Stacked([lf.GRU(5, 5), lf.GRU(5, 5)], dropout=0.5)
+    wrong: tuple[Any, ...] = (np.empty((2, 4)), torch.empty(2, 5), [0.0], np.empty(5), locked, np.empty((2, 5), ">f8"))
+    for cell in (lf.LSTM(5, 5), Counting(), noisy):
+        x = randn(6, 2, 5)
+        torch.manual_seed(2)
+        stepper = lf.Stepper(cell.double())
+        needed = None if cell is noisy else by_definition(cell, x).hidden
+        for i, row in enumerate(x):
+            before = stepper.state if i else None
+            for out in wrong:
+                with pytest.raises((ValueError, TypeError), match=r"out (is|must be)"):
+                    stepper.step(row, out=out)
+                if before is not None:
+                    assert all(map(torch.equal, leaves(stepper.state), leaves(before)))
+            found = stepper.step(row, out=np.empty((2, 5)))
+            if needed is not None:
+                assert_same(torch.as_tensor(found), needed[i], 1e-10)
+
+
+def test_numpy_has_no_bfloat16() -> None:
+    words = lf.Stepper(lf.Embedded(lf.Elman(3, 5), nn.Embedding(4, 3)).bfloat16())
+    needed = [lf.Stepper(words.model).step(1)]
+    for _ in range(2):
+        with pytest.raises(TypeError, match="bfloat16, which numpy does not have. Give x as a tensor"):
+            words.step(np.array([1]))
+    torch.testing.assert_close(words.step(1), needed[0])
+    before = words.state
+    with pytest.raises(TypeError, match="numpy does not have"):
+        words.step(np.array([1]))
+    assert torch.equal(words.state, before)
+
+
+def test_the_number_of_a_step_is_not_an_x() -> None:
+    cell = Counting()
+    stepper = lf.Stepper(cell, batch=1)
+    needed = by_definition(cell, None, state=cell.initial_state(1), steps=9).hidden
+    for row in needed:
+        assert_same(stepper.step(), row, 1e-10)
+        for x in (randn(1, 1), randn(1), np.zeros((1, 1))):
+            with pytest.raises(TypeError, match="reads no x"):
+                stepper.step(x)
+    assert NATIVE in stepper.explain()
+
+
 def test_infinity_is_a_number() -> None:
     cell = lf.Elman(3, 4)
     x = torch.tensor([[torch.inf, 0, 1]])

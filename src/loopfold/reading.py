@@ -156,25 +156,34 @@ class Reads:
 
 def as_given(output: State, given: Given, bare: bool, out: Any) -> Any:
     """An output in memory of its own, of the kind that x was; or in `out`."""
-    output = map_state(lambda leaf: leaf[0], output) if bare else output
     if out is not None:
-        return _written(output, out)
+        check_out(output, bare, out).copy_(output[0] if bare else output)
+        return out
+    output = map_state(lambda leaf: leaf[0], output) if bare else output
     if given.numpy:
+        if any(leaf.dtype == torch.bfloat16 for leaf in leaves(output)):
+            raise TypeError(
+                "the output is bfloat16, which numpy does not have. Give x as a tensor: torch.from_numpy(x)."
+            )
         arrays = [leaf.cpu().numpy().copy() for leaf in leaves(output)]
         return arrays[0] if isinstance(output, Tensor) else _arrays(output, iter(arrays))
     return map_state(lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format), output)
 
 
-def _written(output: State, out: Any) -> Any:
+def check_out(output: State, bare: bool, out: Any) -> Tensor:
+    """The memory of `out`, if such an output can be written to it."""
     if not isinstance(out, np.ndarray | Tensor) or not isinstance(output, Tensor):
         raise TypeError(f"out must be an array or a tensor; got a {type(out).__name__}, for {describe(output)}.")
-    into = torch.from_numpy(out) if isinstance(out, np.ndarray) else out
-    if into.shape != output.shape or into.dtype != output.dtype:
-        raise ValueError(
-            f"out is {tuple(into.shape)} of {into.dtype}; the output is {tuple(output.shape)} of {output.dtype}."
-        )
-    into.copy_(output)
-    return out
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out is an array that cannot be written to.")
+    try:
+        into = torch.from_numpy(out) if isinstance(out, np.ndarray) else out.detach()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"out must be an array that torch can read: {error}") from None
+    shape = output.shape[1:] if bare else output.shape
+    if into.shape != shape or into.dtype != output.dtype:
+        raise ValueError(f"out is {tuple(into.shape)} of {into.dtype}; the output is {tuple(shape)} of {output.dtype}.")
+    return into
 
 
 def _arrays(like: Any, flow: Any) -> Any:

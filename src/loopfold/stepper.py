@@ -16,7 +16,7 @@ from loopfold.engines.programs import forget
 from loopfold.engines.selfcheck import disagreement
 from loopfold.engines.stepped import NativeStep
 from loopfold.onestep import check_hooks, one_step, start_of
-from loopfold.reading import Reads, as_given, as_state, as_tensors, copied, numbers_of, plainly, state_like
+from loopfold.reading import Reads, as_given, as_state, as_tensors, check_out, copied, numbers_of, plainly, state_like
 from loopfold.staleness import unaltered
 from loopfold.states import (
     State,
@@ -144,28 +144,34 @@ class Stepper:
         given = as_tensors(x)
         if self._open and self._reads is not None and not self._reads.fits(given):
             self._forget()
-        before = self._state, self._counts
+        if self._native is not None and not self._native.unaltered():
+            self._leave()
+        before, native = (self._state, self._counts), self._native
         first, self._reads = self._reads is None, self._reads or Reads.first(given, self._f, self._expected())
         try:
             tensors, bare = self._reads.checked(given)
-            if self._native is not None and not self._native.unaltered():
-                self._leave()
-            output = self._by_the_model(tensors) if self._native is None else self._by_native_code(tensors)
+            if native is not None and out is not None:
+                check_out(native.output(0), bare, out)
+            output = self._by_the_model(tensors) if native is None else self._by_native_code(tensors)
+            output = as_given(output, given, bare, out)
         except Exception:
             if first:  # what this x is like says nothing of the next
                 self._forget()
+            if native is None:  # be as before the step, also where only its output was refused
+                self._drop()
                 self._state, self._counts = before
             raise
         self._open = False
         if self._native is not None:
             self._fast, self._tokens = self._native.rows, self._native.tokens
-        return as_given(output, given, bare, out)
+        return output
 
     def _by_native_code(self, x: State | None, first: bool = True) -> State:
         """One step of the native code, which is checked when it is time for that."""
         native, reads = self._native, self._reads
         assert native is not None
         assert reads is not None
+        self._stepped, self._fast, self._tokens = False, None, None  # until this x, which is written now, is accepted
         for into, leaf in zip(native.x, [] if x is None else leaves(x), strict=False):
             into.copy_(leaf)
         if self._counts is not None:
@@ -222,7 +228,7 @@ class Stepper:
 
     def _count(self) -> None:
         if self._counts is not None:
-            self._counts += 1
+            self._counts = self._counts + 1
 
     # ---- native code, and whether it is right
 

@@ -145,7 +145,8 @@ class NativeStep:
             *(t for _, t in code.reads),
         }
         self.unaltered, self.long = unaltered(recurrence.f, [t for n, t in own.items() if n in used], versions)
-        self.rows, self.tokens = self._rows_alone(), self._token_alone()
+        counts = recurrence.index is not None  # the number of the step is one of `x`, but not the caller's to give
+        self.rows, self.tokens = (None, None) if counts else (self._rows_alone(), self._token_alone())
 
     @property
     def place(self) -> int:
