@@ -734,6 +734,76 @@ def test_hooks_on_layers_are_refused() -> None:
     assert lf.Stepper(dropped.eval()).step(x).shape == (1, 5)
 
 
+def test_a_layer_that_is_replaced() -> None:
+    x = randn(6, 2, 3)
+    layer = lf.Recurrent(lf.GRU(3, 5)).double()
+    stack = lf.Stacked([lf.GRU(3, 5), lf.GRU(5, 5)]).double()
+    whole = lf.SequenceToSequence(lf.GRU(3, 5), outputs=4).double()
+
+    def replaced(new: nn.Module, where: nn.Module, name: str) -> Callable[[], None]:
+        return lambda: setattr(where, name, new.double())
+
+    changes: list[tuple[Any, Callable[[], None]]] = [
+        (layer, replaced(lf.GRU(3, 5), layer, "cell")),
+        (layer, replaced(lf.Elman(3, 5), layer, "cell")),
+        (layer, replaced(Masked(), layer, "cell")),
+        (stack, replaced(lf.Elman(5, 5), stack.parts[1], "cell")),
+        (whole, replaced(lf.Elman(3, 5), whole.recurrent, "cell")),
+        (whole, replaced(lf.Recurrent(lf.Elman(3, 5)), whole, "recurrent")),
+    ]
+    for model, change in changes:
+        stepper = lf.Stepper(model)
+        steps(stepper, x)
+        assert NATIVE in stepper.explain()
+        for again in (False, True):  # as it goes on; and from the start
+            state = None if again else stepper.state
+            if again:
+                stepper.reset()
+            else:
+                change()
+            run = model.recurrent(x, state) if model is whole else model(x, state)
+            needed = whole.readout(run.hidden) if model is whole else run.hidden
+            assert_same(steps(stepper, x), needed.detach(), 1e-10)
+        assert NATIVE in stepper.explain()
+
+
+class Louder(lf.Recurrent):
+    """A layer of one's own, of which nobody knows what it does at a step."""
+
+
+def test_a_layer_that_is_replaced_by_one_without_single_steps() -> None:
+    x = randn(5, 1, 3)
+    both = lf.Bidirectional(lf.GRU(3, 2), lf.GRU(3, 2)).double()
+    for new, words in ((Louder(lf.GRU(3, 4)).double(), "class of your own"), (both, "reads what comes later")):
+        model = lf.SequenceToSequence(lf.GRU(3, 4), outputs=2).double()
+        for compiled in (True, False):
+            stepper = lf.Stepper(model if compiled else model.bfloat16())
+            rows = x if compiled else x.bfloat16()
+            steps(stepper, rows)
+            before, old = stepper.state, model.recurrent
+            model.recurrent = new
+            for _ in range(2):
+                with pytest.raises(TypeError, match=words):
+                    stepper.step(rows[0])
+            model.recurrent = old
+            assert torch.equal(stepper.state, before)
+            stepper.step(rows[0])
+            assert (NATIVE in stepper.explain()) == compiled
+
+
+def test_a_hook_on_a_layer_that_is_only_its_cell() -> None:
+    layer, x = lf.Recurrent(lf.GRU(3, 5)), torch.randn(1, 3)
+    stepper = lf.Stepper(layer)
+    for _ in range(5):
+        stepper.step(x)
+    before = stepper.state
+    handle = layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="Recurrent has hooks"):
+        stepper.step(x)
+    handle.remove()
+    torch.testing.assert_close(stepper.step(x), by_definition(layer.cell, x[None], state=before).hidden[0])
+
+
 # ------------------------------------------------------------------ it checks itself
 
 
@@ -775,8 +845,8 @@ def test_wrong_native_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     original = stepping.NativeStep
 
     class Broken(original):  # type: ignore[misc, valid-type]
-        def __init__(self, recurrence: lf.Recurrence) -> None:
-            super().__init__(recurrence)
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
             right: Any = self.call  # type: ignore[has-type]
 
             def call(job: int) -> int:

@@ -15,7 +15,7 @@ from loopfold.engines.base import EngineWarning, Recurrence, first_step
 from loopfold.engines.programs import forget
 from loopfold.engines.selfcheck import disagreement
 from loopfold.engines.stepped import NativeStep
-from loopfold.onestep import check_hooks, one_step, start_of
+from loopfold.onestep import Steps, around, check_hooks, one_step, start_of
 from loopfold.reading import Reads, as_given, as_state, as_tensors, check_out, copied, numbers_of, plainly, state_like
 from loopfold.staleness import unaltered
 from loopfold.states import (
@@ -197,11 +197,14 @@ class Stepper:
         assert self._reads is not None
         if isinstance(self.model, nn.Module):
             check_hooks(self.model)
+        changed = self._same is None or not self._same()
+        if changed or not isinstance(self._f, Steps):  # of which the other question has been asked just now
+            self._unwrap()
         self._reads.check_nan(x)
         state = self._start(self._reads.batch, x) if self._state is None else self._state
         recurrence = self._recurrence(x, state)
         self._pause -= self._pause > 0
-        if self._same is None or (not self._pause and not self._same()):
+        if self._same is None or (changed and not self._pause):
             self._asks = None
             recurrence = self._recurrence(x, state)
             new = first_step(recurrence)  # with its checks, in words
@@ -213,6 +216,13 @@ class Stepper:
         output, self._state = parted(new, state)
         self._count()
         return leaves(self._state)[0] if output is None else output
+
+    def _unwrap(self) -> None:
+        """Look at what the model is made of again: a layer of it may be another, or one that has no single steps."""
+        f = one_step(self.model)
+        if f is not self._f and not (isinstance(f, Steps) and type(f) is type(self._f)):  # those hold the whole model
+            check_order(f)
+            self._f, self._same, self._asks = f, None, None
 
     def _recurrence(self, x: State | None, state: State) -> Recurrence:
         """A sequence of this one step."""
@@ -235,10 +245,11 @@ class Stepper:
     def _bind(self, recurrence: Recurrence) -> None:
         """Native code for the step, from this state on; or the reason why there is none."""
         try:
-            self._native = NativeStep(recurrence)
+            self._native = NativeStep(recurrence, around(self.model))
         except Refusal as reason:
             self._why = str(reason)
-            self._same = unaltered(self._f, [], [])[0] if isinstance(self._f, nn.Module) else lambda: True
+            f = self._f
+            self._same = unaltered(f, [], [], around(self.model))[0] if isinstance(f, nn.Module) else lambda: True
             return
         self._same, self._state = None, None
         self._period = 0
@@ -374,6 +385,8 @@ class Stepper:
         For a step that reads its number `t`, this is 0 again, unless a state is given for all streams.
         """
         with plainly():
+            if self._native is not None and not self._native.unaltered():
+                self._leave()
             if context is not None:
                 self._new_context(context)
             if streams is not None:
@@ -445,6 +458,7 @@ class Stepper:
         return len(known[0]) if known else None
 
     def _start(self, batch: int, x: State | None) -> State:
+        self._unwrap()
         return map_state(copied, start_of(self._f, batch, x, self._context))
 
     # ---- copies
