@@ -285,6 +285,13 @@ def test_arrays_tensors_and_numbers() -> None:
             assert not torch.as_tensor(found).requires_grad
 
 
+def test_numbers_keep_all_their_digits() -> None:
+    cell, x = lf.GRU(3, 5).double(), randn(6, 1, 3)
+    stepper = lf.Stepper(cell)
+    for row, h in zip(x, by_definition(cell, x).hidden, strict=True):
+        assert_same(stepper.step(row.tolist()), h)
+
+
 def test_an_output_is_the_callers_own() -> None:
     cell, x = lf.GRU(3, 5).double(), randn(6, 2, 3)
     needed = by_definition(cell, x).hidden
@@ -368,6 +375,25 @@ def test_a_first_x_that_fails_decides_nothing() -> None:
     assert tokens.step(1).shape == (5,)
 
 
+def test_the_dtype_of_x_is_named_before_its_shape() -> None:
+    for x in (np.zeros(3, np.int64), torch.zeros(3, dtype=torch.int64), np.zeros((2, 3), np.int64), np.int64(4)):
+        for batch in (None, 1, 2):
+            with pytest.raises(TypeError, match="x is int64 and GRU's parameters are float32. Type x"):
+                lf.Stepper(lf.GRU(3, 5), batch).step(x)
+    with pytest.raises(TypeError, match=r"Type torch.from_numpy\(x\).to\(torch.bfloat16\)"):
+        lf.Stepper(lf.GRU(3, 5).bfloat16()).step(np.zeros((1, 3), np.float32))
+
+
+def test_explain_before_the_first_step_needs_x() -> None:
+    stepper = lf.Stepper(lf.GRU(3, 5))
+    with pytest.raises(ValueError, match=r"has not taken a step yet.* Type stepper.explain\(x\)"):
+        stepper.explain()
+    with pytest.raises(TypeError, match="x is int64"):
+        stepper.explain(np.zeros(3, np.int64))
+    assert NATIVE in stepper.explain(torch.zeros(1, 3))
+    assert NATIVE in lf.Stepper(Counting()).explain()
+
+
 class Counting(lf.Transition):
     """Reads the number of its step, and x, or not."""
 
@@ -380,6 +406,37 @@ class Counting(lf.Transition):
 
     def forward(self, h: Tensor, *x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
         return torch.tanh(h @ self.W + (x[0] if x else 0.3) + 0.1 * t)
+
+
+class Shifted(Counting):
+    def forward(self, h: Tensor, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(h @ self.W + x + context)
+
+
+def test_a_context_of_any_kind_that_x_may_be_of() -> None:
+    cell, x = Shifted().double(), randn(4, 1, 5)
+    c = randn(1, 5)
+    needed = by_definition(cell, x, context=c).hidden
+    for context in (c, c.numpy(), c.tolist()):
+        assert_same(steps(lf.Stepper(cell, context=context), x), needed, 1e-10)
+        stepper = lf.Stepper(cell, context=torch.zeros_like(c))
+        steps(stepper, x)
+        stepper.reset()
+        stepper.reset(context=context)
+        assert_same(steps(stepper, x), needed, 1e-10)
+    with pytest.raises(TypeError, match=r"context is float32 .* float64. Type context.astype\(numpy.float64\)"):
+        stepper.reset(context=c.float().numpy())
+    with pytest.raises(TypeError, match="the context must be a numpy array"):
+        stepper.reset(context="a word")
+
+
+def test_resetting_no_streams_does_nothing() -> None:
+    lf.Stepper(lf.GRU(3, 5)).reset(streams=[])
+    stepper, x = lf.Stepper(lf.GRU(3, 5).double(), batch=2), randn(9, 2, 3)
+    for row, h in zip(x, by_definition(stepper.model, x).hidden, strict=True):
+        assert_same(stepper.step(row), h, 1e-10)
+        stepper.reset(streams=[])
+        stepper.check()
 
 
 @pytest.mark.parametrize("kind", ["rows", "tokens", "counting"])
@@ -683,8 +740,12 @@ def test_another_dtype_needs_another_x() -> None:
     stepper = lf.Stepper(cell)
     stepper.step(torch.zeros(1, 3))
     cell.double()
-    with pytest.raises((TypeError, ValueError), match="float32|dtype|Double"):
-        stepper.step(torch.zeros(1, 3))
+    words = r"LSTM is float64 now, and was float32 .* Type stepper.reset\(\), and give x as float64"
+    for wrong in (torch.zeros(1, 3), torch.zeros(1, 3).double(), np.zeros((1, 3), np.float32), [0.0, 0.0, 0.0]):
+        with pytest.raises(TypeError, match=words):
+            stepper.step(wrong)
+    with pytest.raises(TypeError, match=words):
+        stepper.state = cell.initial_state(1)
     stepper.reset()
     x = randn(4, 1, 3)
     assert_same(steps(stepper, x), by_definition(cell, x).hidden)
@@ -781,7 +842,7 @@ def test_a_layer_that_is_replaced_by_one_without_single_steps() -> None:
             rows = x if compiled else x.bfloat16()
             steps(stepper, rows)
             before, old = stepper.state, model.recurrent
-            model.recurrent = new
+            model.recurrent = new.to(rows.dtype)
             for _ in range(2):
                 with pytest.raises(TypeError, match=words):
                     stepper.step(rows[0])

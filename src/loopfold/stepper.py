@@ -16,7 +16,18 @@ from loopfold.engines.programs import forget
 from loopfold.engines.selfcheck import disagreement
 from loopfold.engines.stepped import NativeStep
 from loopfold.onestep import Steps, around, check_hooks, one_step, start_of
-from loopfold.reading import Reads, as_given, as_state, as_tensors, check_out, copied, numbers_of, plainly, state_like
+from loopfold.reading import (
+    Reads,
+    as_context,
+    as_given,
+    as_state,
+    as_tensors,
+    check_out,
+    copied,
+    numbers_of,
+    plainly,
+    state_like,
+)
 from loopfold.staleness import unaltered
 from loopfold.states import (
     State,
@@ -63,12 +74,12 @@ class Stepper:
     torch.Size([1, 5])
     """
 
-    def __init__(self, model: nn.Module | Step, batch: int | None = None, context: State | None = None) -> None:
+    def __init__(self, model: nn.Module | Step, batch: int | None = None, context: Any = None) -> None:
         self.model = model
         self._f = one_step(model)
         check_order(self._f)
         self._given_batch = None if batch is None else whole_number("Stepper", "batch", batch)
-        self._context = None if context is None else map_state(copied, context)
+        self._context = None if context is None else as_context(context, self._f)
         self._state: State | None = None  # None: the start, whatever that is. Native code has places of its own
         self._reads: Reads | None = None  # what x is like; None: not known yet
         self._counts: Tensor | None = None  # [batch], the number of each stream's next step, where the step asks for it
@@ -154,12 +165,14 @@ class Stepper:
                 check_out(native.output(0), bare, out)
             output = self._by_the_model(tensors) if native is None else self._by_native_code(tensors)
             output = as_given(output, given, bare, out)
-        except Exception:
+        except Exception as error:
+            reads = self._reads
             if first:  # what this x is like says nothing of the next
                 self._forget()
             if native is None:  # be as before the step, also where only its output was refused
                 self._drop()
                 self._state, self._counts = before
+            reads.check_model(self.model, error)
             raise
         self._open = False
         if self._native is not None:
@@ -348,7 +361,15 @@ class Stepper:
             if self._state is not None:
                 other.state = self._state
             with torch.random.fork_rng(devices=[]):
-                other.step(x)
+                try:
+                    other.step(x)
+                except (TypeError, ValueError) as error:
+                    if x is not None:
+                        raise
+                    raise ValueError(
+                        f"{name_of(self.model)} has not taken a step yet, and cannot take one without x. "
+                        f"Type stepper.explain(x)."
+                    ) from error
             return other.explain()
         native = self._native
         like = leaves(self._state if native is None else native.like_state)[0]
@@ -396,10 +417,15 @@ class Stepper:
             elif self._native is None or self._reads is None:
                 self._forget()
             else:
-                self._native.set_state(self._start(self._reads.batch, self._reads.like))
+                self._put(self._start(self._reads.batch, self._reads.like))
                 self._counts = None if self._counts is None else torch.zeros_like(self._counts)
-                self._fast = self._tokens = None  # the next step takes the long way, once
                 self._open = True
+
+    def _put(self, state: State) -> None:
+        """Let the native code go on from `state`; the next step takes the long way, once."""
+        assert self._native is not None
+        self._native.set_state(state)
+        self._fast = self._tokens = None
         self._stepped = False
 
     def _forget(self) -> None:
@@ -417,11 +443,13 @@ class Stepper:
             raise ValueError("this stepper has no context. Type lf.Stepper(model, context=c).")
         now = self._native.state(self._native.place) if self._native is not None else self._state
         self._state = None if now is None else map_state(copied, now)
-        self._context, self._same = map_state(copied, context), None
+        self._context, self._same = as_context(context, self._f), None
         self._drop()
 
     def _reset_some(self, state: State | None, streams: Sequence[int]) -> None:
         batch = self._expected()
+        if len(streams) == 0:
+            return
         if batch is None:
             raise ValueError("no step was taken yet, so all streams are at their start.")
         at = numbers_of(streams, batch)
@@ -441,10 +469,14 @@ class Stepper:
     def _set(self, state: State) -> None:
         """All of the state, if it is like the one that there is."""
         known = self._state is not None or self._native is not None or self._expected() is not None
-        new = state_like(as_state(state), self.state if known else None, name_of(self.model))
+        try:
+            new = state_like(as_state(state), self.state if known else None, name_of(self.model))
+        except TypeError as error:
+            if self._reads is not None:
+                self._reads.check_model(self.model, error)
+            raise
         if self._native is not None:
-            self._native.set_state(new)
-            self._fast = self._tokens = None
+            self._put(new)
         else:
             self._state = map_state(copied, new)
         self._open = False
