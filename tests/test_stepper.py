@@ -285,6 +285,13 @@ def test_arrays_tensors_and_numbers() -> None:
             assert not torch.as_tensor(found).requires_grad
 
 
+def test_numbers_keep_all_their_digits() -> None:
+    cell, x = lf.GRU(3, 5).double(), randn(6, 1, 3)
+    stepper = lf.Stepper(cell)
+    for row, h in zip(x, by_definition(cell, x).hidden, strict=True):
+        assert_same(stepper.step(row.tolist()), h)
+
+
 def test_an_output_is_the_callers_own() -> None:
     cell, x = lf.GRU(3, 5).double(), randn(6, 2, 3)
     needed = by_definition(cell, x).hidden
@@ -366,6 +373,141 @@ def test_a_first_x_that_fails_decides_nothing() -> None:
     with pytest.raises((IndexError, ValueError), match="token|index"):
         tokens.step([1, 9])
     assert tokens.step(1).shape == (5,)
+
+
+def test_the_dtype_of_x_is_named_before_its_shape() -> None:
+    for x in (np.zeros(3, np.int64), torch.zeros(3, dtype=torch.int64), np.zeros((2, 3), np.int64), np.int64(4)):
+        for batch in (None, 1, 2):
+            with pytest.raises(TypeError, match="x is int64 and GRU's parameters are float32. Type x"):
+                lf.Stepper(lf.GRU(3, 5), batch).step(x)
+    with pytest.raises(TypeError, match=r"Type torch.from_numpy\(x\).to\(torch.bfloat16\)"):
+        lf.Stepper(lf.GRU(3, 5).bfloat16()).step(np.zeros((1, 3), np.float32))
+
+
+def test_explain_before_the_first_step_needs_x() -> None:
+    stepper = lf.Stepper(lf.GRU(3, 5))
+    with pytest.raises(ValueError, match=r"has not taken a step yet.* Type stepper.explain\(x\)"):
+        stepper.explain()
+    with pytest.raises(TypeError, match="x is int64"):
+        stepper.explain(np.zeros(3, np.int64))
+    assert NATIVE in stepper.explain(torch.zeros(1, 3))
+    assert NATIVE in lf.Stepper(Counting()).explain()
+
+
+class Counting(lf.Transition):
+    """Reads the number of its step, and x, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(randn(5, 5))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.W.new_zeros(batch, 5)
+
+    def forward(self, h: Tensor, *x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(h @ self.W + (x[0] if x else 0.3) + 0.1 * t)
+
+
+class Shifted(Counting):
+    def forward(self, h: Tensor, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(h @ self.W + x + context)
+
+
+def test_a_context_of_any_kind_that_x_may_be_of() -> None:
+    cell, x = Shifted().double(), randn(4, 1, 5)
+    c = randn(1, 5)
+    needed = by_definition(cell, x, context=c).hidden
+    for context in (c, c.numpy(), c.tolist()):
+        assert_same(steps(lf.Stepper(cell, context=context), x), needed, 1e-10)
+        stepper = lf.Stepper(cell, context=torch.zeros_like(c))
+        steps(stepper, x)
+        stepper.reset()
+        stepper.reset(context=context)
+        assert_same(steps(stepper, x), needed, 1e-10)
+    with pytest.raises(TypeError, match=r"context is float32 .* float64. Type context.astype\(numpy.float64\)"):
+        stepper.reset(context=c.float().numpy())
+    with pytest.raises(TypeError, match="the context must be a numpy array"):
+        stepper.reset(context="a word")
+
+
+def test_resetting_no_streams_does_nothing() -> None:
+    lf.Stepper(lf.GRU(3, 5)).reset(streams=[])
+    stepper, x = lf.Stepper(lf.GRU(3, 5).double(), batch=2), randn(9, 2, 3)
+    for row, h in zip(x, by_definition(stepper.model, x).hidden, strict=True):
+        assert_same(stepper.step(row), h, 1e-10)
+        stepper.reset(streams=[])
+        stepper.check()
+
+
+@pytest.mark.parametrize("kind", ["rows", "tokens", "counting"])
+def test_a_check_after_a_refused_x(kind: str) -> None:
+    cell: Any = {
+        "rows": lf.GRU(5, 5),
+        "tokens": lf.Embedded(lf.Elman(3, 5), nn.Embedding(4, 3)),
+        "counting": Counting(),
+    }[kind].double()
+    good: Any = torch.tensor([2]) if kind == "tokens" else randn(1, 5)
+    bad = torch.tensor([7]) if kind == "tokens" else torch.full((1, 5), torch.nan, dtype=torch.float64)
+    sequence = good.expand(12, *good.shape).contiguous()
+    stepper, needed = lf.Stepper(cell), by_definition(cell, sequence).hidden
+    for i, row in enumerate(needed):
+        for _ in range(i % 3):
+            with pytest.raises((ValueError, IndexError), match="NaN|token"):
+                stepper.step(bad)
+            before = stepper.state
+            stepper.check()
+            assert_same(stepper.state, before)
+        assert_same(stepper.step(good), row, 1e-10)
+        stepper.check()
+        assert_same(stepper.state, row, 1e-10)
+    assert NATIVE in stepper.explain()
+
+
+def test_a_refused_out_leaves_the_state() -> None:
+    locked = np.empty((2, 5))
+    locked.flags.writeable = False
+    noisy = lf.Stacked([lf.GRU(5, 5), lf.GRU(5, 5)], dropout=0.5)
+    wrong: tuple[Any, ...] = (np.empty((2, 4)), torch.empty(2, 5), [0.0], np.empty(5), locked, np.empty((2, 5), ">f8"))
+    for cell in (lf.LSTM(5, 5), Counting(), noisy):
+        x = randn(6, 2, 5)
+        torch.manual_seed(2)
+        stepper = lf.Stepper(cell.double())
+        needed = None if cell is noisy else by_definition(cell, x).hidden
+        for i, row in enumerate(x):
+            before = stepper.state if i else None
+            for out in wrong:
+                with pytest.raises((ValueError, TypeError), match=r"out (is|must be)"):
+                    stepper.step(row, out=out)
+                if before is not None:
+                    assert all(map(torch.equal, leaves(stepper.state), leaves(before)))
+            found = stepper.step(row, out=np.empty((2, 5)))
+            if needed is not None:
+                assert_same(torch.as_tensor(found), needed[i], 1e-10)
+
+
+def test_numpy_has_no_bfloat16() -> None:
+    words = lf.Stepper(lf.Embedded(lf.Elman(3, 5), nn.Embedding(4, 3)).bfloat16())
+    needed = [lf.Stepper(words.model).step(1)]
+    for _ in range(2):
+        with pytest.raises(TypeError, match="bfloat16, which numpy does not have. Give x as a tensor"):
+            words.step(np.array([1]))
+    torch.testing.assert_close(words.step(1), needed[0])
+    before = words.state
+    with pytest.raises(TypeError, match="numpy does not have"):
+        words.step(np.array([1]))
+    assert torch.equal(words.state, before)
+
+
+def test_the_number_of_a_step_is_not_an_x() -> None:
+    cell = Counting()
+    stepper = lf.Stepper(cell, batch=1)
+    needed = by_definition(cell, None, state=cell.initial_state(1), steps=9).hidden
+    for row in needed:
+        assert_same(stepper.step(), row, 1e-10)
+        for x in (randn(1, 1), randn(1), np.zeros((1, 1))):
+            with pytest.raises(TypeError, match="reads no x"):
+                stepper.step(x)
+    assert NATIVE in stepper.explain()
 
 
 def test_infinity_is_a_number() -> None:
@@ -598,8 +740,12 @@ def test_another_dtype_needs_another_x() -> None:
     stepper = lf.Stepper(cell)
     stepper.step(torch.zeros(1, 3))
     cell.double()
-    with pytest.raises((TypeError, ValueError), match="float32|dtype|Double"):
-        stepper.step(torch.zeros(1, 3))
+    words = r"LSTM is float64 now, and was float32 .* Type stepper.reset\(\), and give x as float64"
+    for wrong in (torch.zeros(1, 3), torch.zeros(1, 3).double(), np.zeros((1, 3), np.float32), [0.0, 0.0, 0.0]):
+        with pytest.raises(TypeError, match=words):
+            stepper.step(wrong)
+    with pytest.raises(TypeError, match=words):
+        stepper.state = cell.initial_state(1)
     stepper.reset()
     x = randn(4, 1, 3)
     assert_same(steps(stepper, x), by_definition(cell, x).hidden)
@@ -649,6 +795,76 @@ def test_hooks_on_layers_are_refused() -> None:
     assert lf.Stepper(dropped.eval()).step(x).shape == (1, 5)
 
 
+def test_a_layer_that_is_replaced() -> None:
+    x = randn(6, 2, 3)
+    layer = lf.Recurrent(lf.GRU(3, 5)).double()
+    stack = lf.Stacked([lf.GRU(3, 5), lf.GRU(5, 5)]).double()
+    whole = lf.SequenceToSequence(lf.GRU(3, 5), outputs=4).double()
+
+    def replaced(new: nn.Module, where: nn.Module, name: str) -> Callable[[], None]:
+        return lambda: setattr(where, name, new.double())
+
+    changes: list[tuple[Any, Callable[[], None]]] = [
+        (layer, replaced(lf.GRU(3, 5), layer, "cell")),
+        (layer, replaced(lf.Elman(3, 5), layer, "cell")),
+        (layer, replaced(Masked(), layer, "cell")),
+        (stack, replaced(lf.Elman(5, 5), stack.parts[1], "cell")),
+        (whole, replaced(lf.Elman(3, 5), whole.recurrent, "cell")),
+        (whole, replaced(lf.Recurrent(lf.Elman(3, 5)), whole, "recurrent")),
+    ]
+    for model, change in changes:
+        stepper = lf.Stepper(model)
+        steps(stepper, x)
+        assert NATIVE in stepper.explain()
+        for again in (False, True):  # as it goes on; and from the start
+            state = None if again else stepper.state
+            if again:
+                stepper.reset()
+            else:
+                change()
+            run = model.recurrent(x, state) if model is whole else model(x, state)
+            needed = whole.readout(run.hidden) if model is whole else run.hidden
+            assert_same(steps(stepper, x), needed.detach(), 1e-10)
+        assert NATIVE in stepper.explain()
+
+
+class Louder(lf.Recurrent):
+    """A layer of one's own, of which nobody knows what it does at a step."""
+
+
+def test_a_layer_that_is_replaced_by_one_without_single_steps() -> None:
+    x = randn(5, 1, 3)
+    both = lf.Bidirectional(lf.GRU(3, 2), lf.GRU(3, 2)).double()
+    for new, words in ((Louder(lf.GRU(3, 4)).double(), "class of your own"), (both, "reads what comes later")):
+        model = lf.SequenceToSequence(lf.GRU(3, 4), outputs=2).double()
+        for compiled in (True, False):
+            stepper = lf.Stepper(model if compiled else model.bfloat16())
+            rows = x if compiled else x.bfloat16()
+            steps(stepper, rows)
+            before, old = stepper.state, model.recurrent
+            model.recurrent = new.to(rows.dtype)
+            for _ in range(2):
+                with pytest.raises(TypeError, match=words):
+                    stepper.step(rows[0])
+            model.recurrent = old
+            assert torch.equal(stepper.state, before)
+            stepper.step(rows[0])
+            assert (NATIVE in stepper.explain()) == compiled
+
+
+def test_a_hook_on_a_layer_that_is_only_its_cell() -> None:
+    layer, x = lf.Recurrent(lf.GRU(3, 5)), torch.randn(1, 3)
+    stepper = lf.Stepper(layer)
+    for _ in range(5):
+        stepper.step(x)
+    before = stepper.state
+    handle = layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="Recurrent has hooks"):
+        stepper.step(x)
+    handle.remove()
+    torch.testing.assert_close(stepper.step(x), by_definition(layer.cell, x[None], state=before).hidden[0])
+
+
 # ------------------------------------------------------------------ it checks itself
 
 
@@ -690,8 +906,8 @@ def test_wrong_native_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     original = stepping.NativeStep
 
     class Broken(original):  # type: ignore[misc, valid-type]
-        def __init__(self, recurrence: lf.Recurrence) -> None:
-            super().__init__(recurrence)
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
             right: Any = self.call  # type: ignore[has-type]
 
             def call(job: int) -> int:

@@ -32,6 +32,11 @@ def one_step(model: nn.Module | Step) -> Step:
     return TimedSteps(model) if timed else Steps(model)
 
 
+def around(model: nn.Module | Step) -> list[nn.Module]:
+    """What `one_step` leaves behind where it takes the step out of a layer."""
+    return [model] if isinstance(model, Recurrent) else []
+
+
 def _is_ours(part: nn.Module) -> bool:
     """Whether it does at every step what we know: a class derived from ours may do something else."""
     return type(part) in (Recurrent, Stacked) or (

@@ -23,8 +23,8 @@ class Given:
     numbers: bool
 
 
-def as_tensors(x: Any) -> Given:
-    """An x of any kind; what it holds is checked later."""
+def as_tensors(x: Any, what: str = "x") -> Given:
+    """An x of any kind, called `what` in errors; what it holds is checked later."""
     if x is None:
         return Given(None, False, False)
     if isinstance(x, tuple) and x and all(isinstance(part, int | float) for part in x):
@@ -33,23 +33,41 @@ def as_tensors(x: Any) -> Given:
     while isinstance(first, tuple) and first:
         first = first[0]
     is_numpy = isinstance(first, np.ndarray | np.generic)
-    return Given(_tensors(x), is_numpy, not is_numpy and not isinstance(first, Tensor))
+    return Given(_tensors(x, what), is_numpy, not is_numpy and not isinstance(first, Tensor))
 
 
-def _tensors(x: Any) -> State:
+def as_context(context: Any, f: Step) -> State:
+    """A context of any kind that x may be of, as tensors of its own."""
+    given, parameter = as_tensors(context, "the context"), _parameter(f)
+    dtype = torch.get_default_dtype() if parameter is None else parameter.dtype
+
+    def placed(leaf: Tensor) -> Tensor:
+        leaf = leaf.to(dtype) if given.numbers and leaf.is_floating_point() else leaf
+        if parameter is not None and (given.numpy or given.numbers):
+            leaf = leaf.to(parameter.device)
+            if leaf.is_floating_point():
+                _check_dtype(leaf, dtype, f"{name_of(f)}'s parameters are", given, "context")
+        return copied(leaf)
+
+    assert given.x is not None
+    return map_state(placed, given.x)
+
+
+def _tensors(x: Any, what: str) -> State:
     if isinstance(x, Tensor):
         return x.detach()
     if isinstance(x, tuple) and x:
-        parts = [_tensors(part) for part in x]
+        parts = [_tensors(part, what) for part in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     try:
         if isinstance(x, np.ndarray | np.generic):
             return torch.from_numpy(np.array(x, dtype=x.dtype.newbyteorder("=")))
         if isinstance(x, list | int | float):
-            return torch.tensor(x)
+            found = torch.tensor(x)  # of the default dtype, which may have fewer digits than the numbers, and the model
+            return torch.tensor(x, dtype=torch.float64) if found.is_floating_point() else found
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"x cannot be read as numbers: {error}") from None
-    raise TypeError(f"x must be a numpy array, a tensor, numbers, or a tuple of such; got a {type(x).__name__}.")
+        raise TypeError(f"{what} cannot be read as numbers: {error}") from None
+    raise TypeError(f"{what} must be a numpy array, a tensor, numbers, or a tuple of such; got a {type(x).__name__}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,35 +77,37 @@ class Reads:
     name: str
     like: State | None
     batch: int
+    dtype: torch.dtype | None = None  # of the model's parameters, at the first step
 
     @staticmethod
     def first(given: Given, f: Step, batch: int | None) -> "Reads":
         """What the first x of a stepper says on this, where `batch` streams are expected, if any number is."""
         parameter = _parameter(f)
         if given.x is None:
-            return Reads(name_of(f), None, batch or 1)
+            return Reads(name_of(f), None, batch or 1, None if parameter is None else parameter.dtype)
         parts = leaves(given.x)
         size = _input_size(f)
         if given.numbers:
-            dtype = torch.get_default_dtype() if parameter is None else parameter.dtype
-            parts = [leaf.to(dtype) if leaf.is_floating_point() or size is not None else leaf for leaf in parts]
+            own = torch.get_default_dtype() if parameter is None else parameter.dtype
+            parts = [leaf.to(own) if leaf.is_floating_point() or size is not None else leaf for leaf in parts]
         if all(leaf.dim() == 0 for leaf in parts) or _is_one_stream(parts, f, size, batch):
             parts = [leaf[None] for leaf in parts]
         elif any(leaf.dim() == 0 for leaf in parts):
             raise ValueError(f"x is {describe(given.x)}; each of its parts needs the batch as its first dimension.")
         if parameter is not None and (given.numpy or given.numbers):
             parts = [leaf.to(parameter.device) for leaf in parts]
-        reads = Reads(name_of(f), rebuild(given.x, parts), batch or len(parts[0]))
+        dtype = None if parameter is None else parameter.dtype
+        reads = Reads(name_of(f), rebuild(given.x, parts), batch or len(parts[0]), dtype)
         for leaf in parts:
+            if size is not None and dtype is not None:
+                _check_dtype(leaf, dtype, f"{name_of(f)}'s parameters are", given)
             if len(leaf) < 1:
                 raise ValueError(f"x has shape {tuple(leaf.shape)}: a batch of no streams.")
             reads._check_batch(leaf)
-            if size is not None and parameter is not None:
-                if leaf.shape[1:] != (size,):
-                    raise ValueError(
-                        f"x has shape {tuple(leaf.shape)}; {name_of(f)} reads {size} features: [batch, {size}]."
-                    )
-                _check_dtype(leaf, parameter.dtype, f"{name_of(f)}'s parameters are", given)
+            if size is not None and parameter is not None and leaf.shape[1:] != (size,):
+                raise ValueError(
+                    f"x has shape {tuple(leaf.shape)}; {name_of(f)} reads {size} features: [batch, {size}]."
+                )
             if parameter is not None:
                 _check_device(leaf, parameter.device)
         return reads
@@ -134,6 +154,16 @@ class Reads:
                 _check_device(leaf, like.device)
         return rebuild(self.like, parts), bare
 
+    def check_model(self, model: nn.Module | Step, error: Exception) -> None:
+        """Where the model has another dtype than at the first step, say so: that is what `error` is about."""
+        parameter = _parameter(model)
+        if parameter is not None and self.dtype is not None and parameter.dtype != self.dtype:
+            now, then = (str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, self.dtype))
+            raise TypeError(
+                f"{name_of(model)} is {now} now, and was {then} at the first step, as its state is. "
+                f"Type stepper.reset(), and give x as {now}."
+            ) from error
+
     def _check_batch(self, leaf: Tensor) -> None:
         if len(leaf) != self.batch:
             raise ValueError(
@@ -156,25 +186,34 @@ class Reads:
 
 def as_given(output: State, given: Given, bare: bool, out: Any) -> Any:
     """An output in memory of its own, of the kind that x was; or in `out`."""
-    output = map_state(lambda leaf: leaf[0], output) if bare else output
     if out is not None:
-        return _written(output, out)
+        check_out(output, bare, out).copy_(output[0] if bare else output)
+        return out
+    output = map_state(lambda leaf: leaf[0], output) if bare else output
     if given.numpy:
+        if any(leaf.dtype == torch.bfloat16 for leaf in leaves(output)):
+            raise TypeError(
+                "the output is bfloat16, which numpy does not have. Give x as a tensor: torch.from_numpy(x)."
+            )
         arrays = [leaf.cpu().numpy().copy() for leaf in leaves(output)]
         return arrays[0] if isinstance(output, Tensor) else _arrays(output, iter(arrays))
     return map_state(lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format), output)
 
 
-def _written(output: State, out: Any) -> Any:
+def check_out(output: State, bare: bool, out: Any) -> Tensor:
+    """The memory of `out`, if such an output can be written to it."""
     if not isinstance(out, np.ndarray | Tensor) or not isinstance(output, Tensor):
         raise TypeError(f"out must be an array or a tensor; got a {type(out).__name__}, for {describe(output)}.")
-    into = torch.from_numpy(out) if isinstance(out, np.ndarray) else out
-    if into.shape != output.shape or into.dtype != output.dtype:
-        raise ValueError(
-            f"out is {tuple(into.shape)} of {into.dtype}; the output is {tuple(output.shape)} of {output.dtype}."
-        )
-    into.copy_(output)
-    return out
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out is an array that cannot be written to.")
+    try:
+        into = torch.from_numpy(out) if isinstance(out, np.ndarray) else out.detach()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"out must be an array that torch can read: {error}") from None
+    shape = output.shape[1:] if bare else output.shape
+    if into.shape != shape or into.dtype != output.dtype:
+        raise ValueError(f"out is {tuple(into.shape)} of {into.dtype}; the output is {tuple(shape)} of {output.dtype}.")
+    return into
 
 
 def _arrays(like: Any, flow: Any) -> Any:
@@ -208,11 +247,13 @@ def _is_one_stream(parts: list[Tensor], f: Step, size: int | None, batch: int | 
     return any(x is not None and x.shape == (1, len(parts[0])) for x in example_inputs(lowest(f)))
 
 
-def _check_dtype(leaf: Tensor, dtype: torch.dtype, whose: str, given: Given) -> None:
+def _check_dtype(leaf: Tensor, dtype: torch.dtype, whose: str, given: Given, what: str = "x") -> None:
     if leaf.dtype != dtype:
         name = str(dtype).removeprefix("torch.")
-        how = f"x.astype(numpy.{name})" if given.numpy else f"x.to({dtype})"
-        raise TypeError(f"x is {str(leaf.dtype).removeprefix('torch.')} and {whose} {name}. Type {how}.")
+        how = f"{what}.astype(numpy.{name})" if given.numpy else f"{what}.to({dtype})"
+        if given.numpy and dtype == torch.bfloat16:  # numpy has none
+            how = f"torch.from_numpy({what}).to({dtype})"
+        raise TypeError(f"{what} is {str(leaf.dtype).removeprefix('torch.')} and {whose} {name}. Type {how}.")
 
 
 def _check_device(leaf: Tensor, device: torch.device) -> None:

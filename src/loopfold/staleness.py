@@ -19,16 +19,21 @@ _MOST = 48  # things in a list, or attributes of an object, that are asked for o
 
 
 def unaltered(
-    f: nn.Module, in_place: Iterable[Tensor], versions: Iterable[Tensor]
+    f: nn.Module, in_place: Iterable[Tensor], versions: Iterable[Tensor], around: Iterable[nn.Module] = ()
 ) -> tuple[Callable[[], bool], list[str]]:
     """A function that tells whether `f` is as it is now; and the names of what takes it long.
 
     `in_place`  tensors whose memory must be where it is; their numbers may change
     `versions`  tensors whose numbers must not change, as far as their versions tell
+    `around`    modules that `f` was taken out of: of what classes they are, their parts and their hooks
     """
     look = _Look()
     for part in f.modules():
         look.ask(f"{look.name(part)}.__class__ is {look.name(type(part))}")
+    for part in around:
+        look.ask(f"{look.name(part)}.__class__ is {look.name(type(part))}")
+        look.entries(part._modules)
+        look.no_hooks(vars(part))
     for label, thing, kind in _Walk(f).mutable:
         if label == "self":
             look.at_module(thing)
@@ -78,6 +83,9 @@ class _Look:
             self.entries(held)
             return
         self.entries(held, [key for key in held if key not in _OF_TORCH])
+        self.no_hooks(held)
+
+    def no_hooks(self, held: dict[str, Any]) -> None:
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             self.ask(f"not {self.name(held[hooks])}")
 

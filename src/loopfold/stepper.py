@@ -15,8 +15,19 @@ from loopfold.engines.base import EngineWarning, Recurrence, first_step
 from loopfold.engines.programs import forget
 from loopfold.engines.selfcheck import disagreement
 from loopfold.engines.stepped import NativeStep
-from loopfold.onestep import check_hooks, one_step, start_of
-from loopfold.reading import Reads, as_given, as_state, as_tensors, copied, numbers_of, plainly, state_like
+from loopfold.onestep import Steps, around, check_hooks, one_step, start_of
+from loopfold.reading import (
+    Reads,
+    as_context,
+    as_given,
+    as_state,
+    as_tensors,
+    check_out,
+    copied,
+    numbers_of,
+    plainly,
+    state_like,
+)
 from loopfold.staleness import unaltered
 from loopfold.states import (
     State,
@@ -63,12 +74,12 @@ class Stepper:
     torch.Size([1, 5])
     """
 
-    def __init__(self, model: nn.Module | Step, batch: int | None = None, context: State | None = None) -> None:
+    def __init__(self, model: nn.Module | Step, batch: int | None = None, context: Any = None) -> None:
         self.model = model
         self._f = one_step(model)
         check_order(self._f)
         self._given_batch = None if batch is None else whole_number("Stepper", "batch", batch)
-        self._context = None if context is None else map_state(copied, context)
+        self._context = None if context is None else as_context(context, self._f)
         self._state: State | None = None  # None: the start, whatever that is. Native code has places of its own
         self._reads: Reads | None = None  # what x is like; None: not known yet
         self._counts: Tensor | None = None  # [batch], the number of each stream's next step, where the step asks for it
@@ -144,28 +155,36 @@ class Stepper:
         given = as_tensors(x)
         if self._open and self._reads is not None and not self._reads.fits(given):
             self._forget()
-        before = self._state, self._counts
+        if self._native is not None and not self._native.unaltered():
+            self._leave()
+        before, native = (self._state, self._counts), self._native
         first, self._reads = self._reads is None, self._reads or Reads.first(given, self._f, self._expected())
         try:
             tensors, bare = self._reads.checked(given)
-            if self._native is not None and not self._native.unaltered():
-                self._leave()
-            output = self._by_the_model(tensors) if self._native is None else self._by_native_code(tensors)
-        except Exception:
+            if native is not None and out is not None:
+                check_out(native.output(0), bare, out)
+            output = self._by_the_model(tensors) if native is None else self._by_native_code(tensors)
+            output = as_given(output, given, bare, out)
+        except Exception as error:
+            reads = self._reads
             if first:  # what this x is like says nothing of the next
                 self._forget()
+            if native is None:  # be as before the step, also where only its output was refused
+                self._drop()
                 self._state, self._counts = before
+            reads.check_model(self.model, error)
             raise
         self._open = False
         if self._native is not None:
             self._fast, self._tokens = self._native.rows, self._native.tokens
-        return as_given(output, given, bare, out)
+        return output
 
     def _by_native_code(self, x: State | None, first: bool = True) -> State:
         """One step of the native code, which is checked when it is time for that."""
         native, reads = self._native, self._reads
         assert native is not None
         assert reads is not None
+        self._stepped, self._fast, self._tokens = False, None, None  # until this x, which is written now, is accepted
         for into, leaf in zip(native.x, [] if x is None else leaves(x), strict=False):
             into.copy_(leaf)
         if self._counts is not None:
@@ -191,11 +210,14 @@ class Stepper:
         assert self._reads is not None
         if isinstance(self.model, nn.Module):
             check_hooks(self.model)
+        changed = self._same is None or not self._same()
+        if changed or not isinstance(self._f, Steps):  # of which the other question has been asked just now
+            self._unwrap()
         self._reads.check_nan(x)
         state = self._start(self._reads.batch, x) if self._state is None else self._state
         recurrence = self._recurrence(x, state)
         self._pause -= self._pause > 0
-        if self._same is None or (not self._pause and not self._same()):
+        if self._same is None or (changed and not self._pause):
             self._asks = None
             recurrence = self._recurrence(x, state)
             new = first_step(recurrence)  # with its checks, in words
@@ -207,6 +229,13 @@ class Stepper:
         output, self._state = parted(new, state)
         self._count()
         return leaves(self._state)[0] if output is None else output
+
+    def _unwrap(self) -> None:
+        """Look at what the model is made of again: a layer of it may be another, or one that has no single steps."""
+        f = one_step(self.model)
+        if f is not self._f and not (isinstance(f, Steps) and type(f) is type(self._f)):  # those hold the whole model
+            check_order(f)
+            self._f, self._same, self._asks = f, None, None
 
     def _recurrence(self, x: State | None, state: State) -> Recurrence:
         """A sequence of this one step."""
@@ -222,17 +251,18 @@ class Stepper:
 
     def _count(self) -> None:
         if self._counts is not None:
-            self._counts += 1
+            self._counts = self._counts + 1
 
     # ---- native code, and whether it is right
 
     def _bind(self, recurrence: Recurrence) -> None:
         """Native code for the step, from this state on; or the reason why there is none."""
         try:
-            self._native = NativeStep(recurrence)
+            self._native = NativeStep(recurrence, around(self.model))
         except Refusal as reason:
             self._why = str(reason)
-            self._same = unaltered(self._f, [], [])[0] if isinstance(self._f, nn.Module) else lambda: True
+            f = self._f
+            self._same = unaltered(f, [], [], around(self.model))[0] if isinstance(f, nn.Module) else lambda: True
             return
         self._same, self._state = None, None
         self._period = 0
@@ -331,7 +361,15 @@ class Stepper:
             if self._state is not None:
                 other.state = self._state
             with torch.random.fork_rng(devices=[]):
-                other.step(x)
+                try:
+                    other.step(x)
+                except (TypeError, ValueError) as error:
+                    if x is not None:
+                        raise
+                    raise ValueError(
+                        f"{name_of(self.model)} has not taken a step yet, and cannot take one without x. "
+                        f"Type stepper.explain(x)."
+                    ) from error
             return other.explain()
         native = self._native
         like = leaves(self._state if native is None else native.like_state)[0]
@@ -368,6 +406,8 @@ class Stepper:
         For a step that reads its number `t`, this is 0 again, unless a state is given for all streams.
         """
         with plainly():
+            if self._native is not None and not self._native.unaltered():
+                self._leave()
             if context is not None:
                 self._new_context(context)
             if streams is not None:
@@ -377,10 +417,15 @@ class Stepper:
             elif self._native is None or self._reads is None:
                 self._forget()
             else:
-                self._native.set_state(self._start(self._reads.batch, self._reads.like))
+                self._put(self._start(self._reads.batch, self._reads.like))
                 self._counts = None if self._counts is None else torch.zeros_like(self._counts)
-                self._fast = self._tokens = None  # the next step takes the long way, once
                 self._open = True
+
+    def _put(self, state: State) -> None:
+        """Let the native code go on from `state`; the next step takes the long way, once."""
+        assert self._native is not None
+        self._native.set_state(state)
+        self._fast = self._tokens = None
         self._stepped = False
 
     def _forget(self) -> None:
@@ -398,11 +443,13 @@ class Stepper:
             raise ValueError("this stepper has no context. Type lf.Stepper(model, context=c).")
         now = self._native.state(self._native.place) if self._native is not None else self._state
         self._state = None if now is None else map_state(copied, now)
-        self._context, self._same = map_state(copied, context), None
+        self._context, self._same = as_context(context, self._f), None
         self._drop()
 
     def _reset_some(self, state: State | None, streams: Sequence[int]) -> None:
         batch = self._expected()
+        if len(streams) == 0:
+            return
         if batch is None:
             raise ValueError("no step was taken yet, so all streams are at their start.")
         at = numbers_of(streams, batch)
@@ -422,10 +469,14 @@ class Stepper:
     def _set(self, state: State) -> None:
         """All of the state, if it is like the one that there is."""
         known = self._state is not None or self._native is not None or self._expected() is not None
-        new = state_like(as_state(state), self.state if known else None, name_of(self.model))
+        try:
+            new = state_like(as_state(state), self.state if known else None, name_of(self.model))
+        except TypeError as error:
+            if self._reads is not None:
+                self._reads.check_model(self.model, error)
+            raise
         if self._native is not None:
-            self._native.set_state(new)
-            self._fast = self._tokens = None
+            self._put(new)
         else:
             self._state = map_state(copied, new)
         self._open = False
@@ -439,6 +490,7 @@ class Stepper:
         return len(known[0]) if known else None
 
     def _start(self, batch: int, x: State | None) -> State:
+        self._unwrap()
         return map_state(copied, start_of(self._f, batch, x, self._context))
 
     # ---- copies

@@ -5,6 +5,7 @@ from them beforehand (a mask on a matrix, a normalised weight) is a copy, which 
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,10 +84,10 @@ class NativeStep:
     """The code of a step, the parameters and the context that it reads, and two places for what it gives.
 
     At every second step the state is read from the one and written to the other. Where there is no such code, a
-    `Refusal` says why.
+    `Refusal` says why. `around` are modules that the step was taken out of: see `unaltered`.
     """
 
-    def __init__(self, recurrence: Recurrence) -> None:
+    def __init__(self, recurrence: Recurrence, around: Sequence[nn.Module] = ()) -> None:
         reason = FusedCPU().refusal(recurrence)
         if reason is not None:
             raise Refusal(reason)
@@ -144,8 +145,10 @@ class NativeStep:
             *needed_for([n for r in (*loop.constants, *loop.contexts) for n in r.nodes()], set()),
             *(t for _, t in code.reads),
         }
-        self.unaltered, self.long = unaltered(recurrence.f, [t for n, t in own.items() if n in used], versions)
-        self.rows, self.tokens = self._rows_alone(), self._token_alone()
+        in_place = [t for n, t in own.items() if n in used]
+        self.unaltered, self.long = unaltered(recurrence.f, in_place, versions, around)
+        counts = recurrence.index is not None  # the number of the step is one of `x`, but not the caller's to give
+        self.rows, self.tokens = (None, None) if counts else (self._rows_alone(), self._token_alone())
 
     @property
     def place(self) -> int:
