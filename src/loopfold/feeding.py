@@ -85,14 +85,14 @@ class Sample(Pick):
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.sample(self.narrowed(o), self.generator)
 
-    def narrowed(self, o: Tensor) -> Tensor:
-        """`o` at this temperature, with -∞ for the classes that cannot be drawn.
+    def narrowed(self, o: Tensor, temperature: Tensor | None = None) -> Tensor:
+        """`o` at this temperature, or at that given, with -∞ for the classes that cannot be drawn.
 
         >>> o = torch.tensor([[0.5, 0.3, 0.2]]).log()
         >>> Sample(top_p=0.6).narrowed(o).softmax(-1)
         tensor([[0.6250, 0.3750, 0.0000]])
         """
-        o = o / self.temperature
+        o = o / (self.temperature if temperature is None else temperature)
         if self.top_k is not None and self.top_k < o.shape[-1]:
             o = o.masked_fill(self._beyond_k(o, self.top_k), -torch.inf)
         if self.top_p is not None and self.top_p < 1:
@@ -120,28 +120,31 @@ class Sample(Pick):
 FEW = 256  # classes
 
 
-def _draws_by_noise(pick: Pick | None, outputs: Outputs) -> bool:
+def draws_by_noise(pick: Pick | None, outputs: Outputs) -> bool:
     """Whether a draw is the place of the largest of an output and as many random numbers, drawn beforehand."""
     return type(pick) is Sample and type(outputs).sample is Classes.sample
 
 
 def noise_of(pick: Pick | None, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
     """The random numbers of so many picks, `[*shape, size]`; None for a pick that takes none beforehand."""
-    if not isinstance(pick, Sample) or not _draws_by_noise(pick, outputs):
+    if not isinstance(pick, Sample) or not draws_by_noise(pick, outputs):
         return None
     return gumbel((*shape, outputs.size), pick.generator, like)
 
 
-def scores(pick: Pick, o: Tensor, outputs: Outputs, noise: Tensor | None) -> Tensor:
-    """What is largest at the class that `pick` picks."""
+def scores(pick: Pick, o: Tensor, outputs: Outputs, noise: Tensor | None, temperature: Tensor | None = None) -> Tensor:
+    """What is largest at the class that `pick` picks, at its own temperature or that given."""
     if isinstance(pick, Sample) and noise is not None:
-        return pick.narrowed(o.detach()) + noise
+        o = o.detach()
+        if o.dtype.itemsize < noise.dtype.itemsize:  # sums in half precision are equal too often
+            o = o.to(noise.dtype)
+        return pick.narrowed(o, temperature) + noise
     return o.detach() if type(pick) is Greedy and type(outputs) is Classes else pick(o, outputs)
 
 
 def undrawn(pick: Pick, outputs: Outputs) -> Pick:
     """The pick without its source of random numbers, where these are drawn beforehand."""
-    return replace(pick, generator=None) if isinstance(pick, Sample) and _draws_by_noise(pick, outputs) else pick
+    return replace(pick, generator=None) if isinstance(pick, Sample) and draws_by_noise(pick, outputs) else pick
 
 
 # ------------------------------------------------------------------ feeding
@@ -360,9 +363,9 @@ def _noise(pick: Pick, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -
 
 def _picked(pick: Pick, o: Tensor, outputs: Outputs, beside: Beside) -> Tensor:
     """The model's own output as the vector that the next step reads."""
-    return (
-        outputs.greedy(scores(pick, o, outputs, beside.noise)) if isinstance(beside.noise, Tensor) else pick(o, outputs)
-    )
+    if not isinstance(beside.noise, Tensor):
+        return pick(o, outputs)
+    return outputs.greedy(scores(pick, o, outputs, beside.noise)).to(o.dtype)
 
 
 # ------------------------------------------------------------------ random numbers
