@@ -705,3 +705,39 @@ def test_nothing_is_drawn_from_what_is_no_number() -> None:
             with pytest.raises(FloatingPointError, match="an output is not a finite number"):
                 model(x, y, feeding(lf.Sample()))
             assert model(x, y, feeding(lf.Greedy())).shape == (TAU, BATCH, SIZE)
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)
+def test_annealing_compiles_nothing_again(engine: lf.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """α and the temperature are numbers that a compiled step reads: one program serves all of them."""
+    from loopfold.engines import programs
+
+    made: list[Any] = []
+    original = programs._compile
+
+    def compiled(graph: Any) -> Any:
+        made.append(graph)
+        return original(graph)
+
+    monkeypatch.setattr(programs, "_compile", compiled)
+    schedules: list[Callable[[float], Feeding]] = [
+        lf.GeneralisedTeacherForcing,
+        lambda share: lf.FreeRunning(lf.Sample(seeded(7), temperature=0.5 + share)),
+        lambda share: lf.ScheduledSampling(share, lf.Sample(seeded(7), temperature=0.5 + share), generator=seeded(8)),
+        lambda share: lf.GeneralisedTeacherForcing(share, lf.Sample(seeded(7), temperature=0.5 + share, top_p=0.8)),
+    ]
+    for schedule in schedules:
+        whole = case("VectorToSequence", lf.Classes(SIZE), engine)
+        made.clear()
+        for i in range(30):
+            ours, theirs = whole.ours(schedule(i / 29), None), whole.theirs(schedule(i / 29))
+            assert_same(found_by(ours, whole, None), found_by(theirs, whole, None))
+        assert len(made) == 2  # the step that is fed, and the layer alone, in the plain loop
+
+
+def test_a_run_keeps_its_alpha_until_its_gradients_are_there() -> None:
+    whole = case("VectorToSequence", lf.Reals(SIZE), None)
+    feedings = [lf.GeneralisedTeacherForcing(alpha) for alpha in (0.2, 0.9)]
+    both = [whole.ours(feeding, None) for feeding in feedings]
+    for o, feeding in zip(both, feedings, strict=True):
+        assert_same(found_by(o, whole, None), found_by(whole.theirs(feeding), whole, None))

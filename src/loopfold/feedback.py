@@ -115,8 +115,8 @@ def run_fed(
     asking = [cell for cell in cells if asks_for_index(cell, 2 + apart)]
     if asking and isinstance(layer, RecurrentLayer) and not runs_by_steps(layer):
         raise ValueError(
-            f"{name_of(asking[0])} reads the number of the step, but its layer has hooks or a forward of its own: it is "
-            f"called for one step at a time, each of which would be number 0. Take the hooks off, or put that "
+            f"{name_of(asking[0])} reads the number of the step, but its layer has hooks or a forward of its own: it "
+            f"is called for one step at a time, each of which would be number 0. Take the hooks off, or put that "
             f"forward into the transition."
         )
     counted = empty or bool(asking)

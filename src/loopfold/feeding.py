@@ -181,6 +181,8 @@ class Beside(NamedTuple):
     truth: State = ()  # y(t) as the vector that a later step reads
     own: State = ()  # where the model's own output is read
     noise: State = ()  # the random numbers of a pick
+    temperature: State = ()  # at which it draws
+    alpha: State = ()  # how much of the truth there is in it
 
 
 class Mixture(Feeding):
@@ -202,7 +204,7 @@ class Mixture(Feeding):
 
     @abstractmethod
     def undrawn(self, outputs: Outputs) -> "Mixture":
-        """What `mixed` depends on, and no more: without sources of random numbers and probabilities."""
+        """What `mixed` depends on, and no more: without what `beside` says."""
 
     def next(self, o: Tensor, y: Any, outputs: Outputs) -> Tensor:
         beside = self.beside(None if y is None else y[None], (1, len(o)), outputs, o)
@@ -243,13 +245,13 @@ class FreeRunning(Mixture):
     pick: Pick = Soft()
 
     def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
-        return Beside(noise=_noise(self.pick, outputs, shape, like))
+        return _drawn(self.pick, outputs, shape, like)
 
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
         return _picked(self.pick, o, outputs, beside)
 
     def undrawn(self, outputs: Outputs) -> Mixture:
-        return replace(self, pick=undrawn(self.pick, outputs))
+        return replace(self, pick=_at_any_temperature(undrawn(self.pick, outputs), outputs))
 
 
 class Coin(Enum):
@@ -312,13 +314,14 @@ class ScheduledSampling(Mixture):
         steps, batch = shape
         coins = uniform((steps, 1 if self.coin is Coin.STEP else batch, 1), self.generator, like)
         own = (coins < self.probability).expand(steps, batch, 1)
-        return Beside(_truth(y, outputs, like), own, _noise(self.pick, outputs, shape, like))
+        return _drawn(self.pick, outputs, shape, like)._replace(truth=_truth(y, outputs, like), own=own)
 
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
         return torch.where(beside.own, _picked(self.pick, o, outputs, beside), beside.truth)
 
     def undrawn(self, outputs: Outputs) -> Mixture:
-        return replace(self, p=0.0, generator=None, iteration=0, pick=undrawn(self.pick, outputs))
+        pick = _at_any_temperature(undrawn(self.pick, outputs), outputs)
+        return replace(self, p=0.0, generator=None, iteration=0, pick=pick)
 
 
 @dataclass(frozen=True)
@@ -342,13 +345,16 @@ class GeneralisedTeacherForcing(Mixture):
             raise ValueError(f"GeneralisedTeacherForcing needs an alpha from 0 to 1; got {self.alpha}.")
 
     def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
-        return Beside(_truth(y, outputs, like), noise=_noise(self.pick, outputs, shape, like))
+        drawn = _drawn(self.pick, outputs, shape, like)
+        return drawn._replace(truth=_truth(y, outputs, like), alpha=_everywhere(self.alpha, shape, like))
 
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
-        return (1 - self.alpha) * _picked(self.pick, o, outputs, beside) + self.alpha * beside.truth
+        own = _picked(self.pick, o, outputs, beside)
+        mixed = (1 - beside.alpha) * own + beside.alpha * beside.truth
+        return mixed.to(own.dtype) if own.dtype == beside.truth.dtype else mixed
 
     def undrawn(self, outputs: Outputs) -> Mixture:
-        return replace(self, pick=undrawn(self.pick, outputs))
+        return replace(self, alpha=0.0, pick=_at_any_temperature(undrawn(self.pick, outputs), outputs))
 
 
 def _truth(y: Tensor | None, outputs: Outputs, like: Tensor) -> Tensor:
@@ -356,16 +362,29 @@ def _truth(y: Tensor | None, outputs: Outputs, like: Tensor) -> Tensor:
     return outputs.encode(y).to(like.dtype)
 
 
-def _noise(pick: Pick, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -> State:
+def _drawn(pick: Pick, outputs: Outputs, shape: tuple[int, int], like: Tensor) -> Beside:
+    """The random numbers of a pick that takes some beforehand, and its temperature, which may change at every run."""
     noise = noise_of(pick, outputs, shape, like)
-    return () if noise is None else noise
+    if noise is None or not isinstance(pick, Sample):
+        return Beside()
+    return Beside(noise=noise, temperature=_everywhere(pick.temperature, shape, like))
+
+
+def _everywhere(number: float, shape: tuple[int, int], like: Tensor) -> Tensor:
+    """A number as an input of every step, so that the compiled step is the same for all numbers."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.full((1, 1, 1), number, dtype=dtype, device=like.device).expand(*shape, 1)
+
+
+def _at_any_temperature(pick: Pick, outputs: Outputs) -> Pick:
+    return replace(pick, temperature=1.0) if isinstance(pick, Sample) and draws_by_noise(pick, outputs) else pick
 
 
 def _picked(pick: Pick, o: Tensor, outputs: Outputs, beside: Beside) -> Tensor:
     """The model's own output as the vector that the next step reads."""
     if not isinstance(beside.noise, Tensor):
         return pick(o, outputs)
-    return outputs.greedy(scores(pick, o, outputs, beside.noise)).to(o.dtype)
+    return outputs.greedy(scores(pick, o, outputs, beside.noise, beside.temperature)).to(o.dtype)
 
 
 # ------------------------------------------------------------------ random numbers
