@@ -741,3 +741,51 @@ def test_a_run_keeps_its_alpha_until_its_gradients_are_there() -> None:
     both = [whole.ours(feeding, None) for feeding in feedings]
     for o, feeding in zip(both, feedings, strict=True):
         assert_same(found_by(o, whole, None), found_by(whole.theirs(feeding), whole, None))
+
+
+# ------------------------------------------------------------------ what is refused, and where t goes on
+
+
+@pytest.mark.parametrize("pick", ["greedy", lf.FreeRunning(), lf.Greedy, None], ids=str)
+def test_a_pick_that_is_none_is_refused(pick: Any) -> None:
+    model = lf.SequenceToSequence(lf.GRU(2, 4), lf.Reals(2))
+    attempts: list[Callable[[], Any]] = [
+        lambda: model.forecast(torch.randn(5, 1, 2), 3, pick=pick),
+        lambda: lf.FreeRunning(pick),
+        lambda: lf.ScheduledSampling(0.5, pick),
+        lambda: lf.GeneralisedTeacherForcing(0.5, pick),
+    ]
+    for attempt in attempts:
+        with pytest.raises(TypeError, match=r"pick must be an object such as lf.Soft\(\) or lf.Greedy\(\); got"):
+            attempt()
+
+
+class OwnPredict(lf.SequenceToSequence):
+    def predict(self, *args: Any, **options: Any) -> Any:
+        found = super().predict(*args, **options)
+        return replace(found, o=2 * found.o)
+
+
+def test_forecasts_of_tokens_and_by_another_predict_are_refused() -> None:
+    with pytest.raises(ValueError, match="OwnPredict has a predict of its own"):
+        OwnPredict(lf.GRU(2, 4), lf.Reals(2)).forecast(torch.randn(5, 1, 2), 3)
+    model = lf.SequenceToSequence(lf.Embedded(lf.GRU(4, 4), nn.Embedding(5, 4)), 5)
+    for batch in (2, 5):
+        with pytest.raises(ValueError, match=r"this network reads tokens. Type lf.generate"):
+            model.forecast(torch.randint(5, (6, batch)), 3)
+
+
+@pytest.mark.parametrize("lengths", [None, [6, 1, 4]])
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_in_a_forecast_t_goes_on(engine: lf.Engine, lengths: list[int] | None) -> None:
+    """Each sequence by itself: read the past and all outputs so far, from the start, for the next output."""
+    torch.manual_seed(0)
+    model = lf.SequenceToSequence(Timed(SIZE), lf.Reals(SIZE), engine=engine).double()
+    x = randn(6, 3, SIZE)
+    found = model.forecast(x, 5, lengths=lengths).o
+    for i in range(3):
+        read = x[: lengths[i] if lengths else 6, i : i + 1]
+        for t in range(5):
+            o = model(read)[-1:]
+            assert_same(found[t, i], o[0, 0])
+            read = torch.cat([read, o])

@@ -93,8 +93,11 @@ def run_fed(
     state: State | None = None,
     context: State | None = None,
     lengths: Tensor | None = None,
+    before: int | Tensor = 0,
 ) -> Fed:
     """Run (layer, readout, outputs) for `steps`, the first of which is fed `fed [batch, size]`.
+
+    `before`, a number or one for each sequence `[batch]`, is how many steps came before, from which `t` goes on.
 
     `owner` is the module that they belong to, for as long as which the compiled step is kept.
     """
@@ -120,7 +123,9 @@ def run_fed(
             f"forward into the transition."
         )
     counted = empty or bool(asking)
-    t = torch.arange(steps, device=fed.device, dtype=fed.dtype)[:, None, None].expand(-1, len(fed), 1)
+    if isinstance(before, Tensor):
+        before = before.to(fed.device)
+    t = (torch.arange(steps, device=fed.device)[:, None] + before)[..., None].expand(-1, len(fed), 1).to(fed.dtype)
     read = Read(() if x is None else x, beside, t if counted else ())
     step = kept_step(owner, Feedback, *network, feeding if mixture is None else mixture.undrawn(outputs))
     run = Recurrent(step, engine)(read, Carried(start, fed), lengths, context=context)

@@ -30,6 +30,13 @@ class Pick(ABC):
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor: ...
 
 
+def checked_pick(pick: Pick) -> Pick:
+    """`pick`, if it is one."""
+    if not isinstance(pick, Pick):
+        raise TypeError(f"pick must be an object such as lf.Soft() or lf.Greedy(); got {pick!r}.")
+    return pick
+
+
 @dataclass(frozen=True)
 class Soft(Pick):
     """ŷ itself; gradients flow back through it."""
@@ -244,6 +251,9 @@ class FreeRunning(Mixture):
 
     pick: Pick = Soft()
 
+    def __post_init__(self) -> None:
+        checked_pick(self.pick)
+
     def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
         return _drawn(self.pick, outputs, shape, like)
 
@@ -298,6 +308,7 @@ class ScheduledSampling(Mixture):
     iteration: int = 0
 
     def __post_init__(self) -> None:
+        checked_pick(self.pick)
         object.__setattr__(self, "coin", Coin(self.coin))  # its value will do: "step"
         if not 0 <= self.probability <= 1:
             raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; got {self.probability}.")
@@ -341,6 +352,7 @@ class GeneralisedTeacherForcing(Mixture):
     pick: Pick = Soft()
 
     def __post_init__(self) -> None:
+        checked_pick(self.pick)
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"GeneralisedTeacherForcing needs an alpha from 0 to 1; got {self.alpha}.")
 

@@ -205,7 +205,8 @@ def _gpus(model: nn.Module) -> list[torch.device]:
 class VariationalDropout(nn.Module):
     """Dropout with one mask for all steps of a sequence, so that the same units are silent throughout.
 
-    Gal and Ghahramani (2016) put such masks on what a layer reads; `Stacked` does so between its layers.
+    Gal and Ghahramani (2016) put such masks on what a layer reads; `Stacked` does so between its layers. Where a
+    network is fed its own outputs, as under `FreeRunning`, each step is a sequence of its own, with another mask.
 
     >>> kept = VariationalDropout(0.5)(torch.ones(7, 2, 5))
     >>> bool((kept == kept[0]).all())
@@ -236,6 +237,7 @@ class Stacked(RecurrentLayer):
 
     `dropout` is a probability, or a module such as `VariationalDropout(0.3)`. `engine`, if one is given, runs every
     recurrence inside, here and wherever layers are put together: it is set on the layers passed in, not on copies.
+    Where a network is fed its own outputs, one engine runs all layers: theirs, or `Auto` where they have several.
     `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
 
     >>> from loopfold import LSTM, Elman
