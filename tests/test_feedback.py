@@ -14,6 +14,7 @@ from test_random_steps import quick_compilation as quick_compilation
 from torch import Tensor, nn
 
 import loopfold as lf
+from loopfold.feedback import run_fed
 from loopfold.feeding import Beside, Feeding, Mixture, is_mixture
 from loopfold.outputs import Outputs
 from loopfold.states import leaves, map_state
@@ -535,3 +536,256 @@ def test_replace_keeps_what_a_feeding_is() -> None:
     feeding = lf.ScheduledSampling(0.5, lf.Sample(seeded(), top_k=2))
     assert replace(feeding, p=0.25).probability == 0.25
     assert feeding.undrawn(lf.Classes(3)) == lf.ScheduledSampling(0.0, lf.Sample(top_k=2))
+
+
+# ------------------------------------------------------------------ layers of one's own
+
+
+class Tripled(lf.Recurrent):
+    """A layer whose `forward` has a say in what is read above it."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        run = super().forward(*args, **options)
+        return replace(run, hidden=3 * run.hidden, last_hidden=3 * run.last_hidden)
+
+
+class Backed(lf.Stacked):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        run = super().forward(*args, **options)
+        return replace(run, hidden=-run.hidden, last_hidden=-run.last_hidden)
+
+
+def decoders() -> dict[str, Any]:
+    n = 2 * SIZE
+    return {
+        "subclass": Tripled(lf.LSTM(n, 5)),
+        "stack": Backed([lf.GRU(n, 5), lf.LSTM(5, 4)]),
+        "below": lf.Stacked([Tripled(lf.GRU(n, 5)), lf.LSTM(5, 4)]),
+        "on top": lf.Stacked([lf.GRU(n, 5), Tripled(lf.LSTM(5, 4))]),
+    }
+
+
+def fed_by_hand(model: Any, x: Tensor, y: Tensor, feeding: Feeding) -> Tensor:
+    """The plain loop, which calls the layer itself."""
+    start = torch.zeros(len(x), SIZE, dtype=x.dtype)
+    return plain_loop(
+        lambda fed, state: one_step(model.recurrent, torch.cat([x, fed], -1), state),
+        model.readout,
+        model.outputs,
+        start,
+        feeding,
+        y,
+    )
+
+
+@pytest.mark.parametrize("engine", [None, *ENGINES], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("name", ["subclass", "stack", "below", "on top"])
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_the_forward_of_a_layer_is_called(name: str, engine: lf.Engine | None) -> None:
+    torch.manual_seed(0)
+    x, y = randn(BATCH, SIZE), torch.randint(SIZE, (TAU, BATCH))
+    for feeding in (lf.FreeRunning(), lf.GeneralisedTeacherForcing(0.3)):
+        model = lf.VectorToSequence(decoders()[name], SIZE, engine=engine).double()
+        whole = Case(model, lambda f, _: model(x, y, f), lambda f: fed_by_hand(model, x, y, f), [])  # noqa: B023
+        ours, theirs = whole.ours(feeding, None), whole.theirs(feeding)
+        assert_same(found_by(ours, whole, None), found_by(theirs, whole, None))
+        run = model.predict(x, y, feeding).run
+        assert_same(model.readout(run.hidden), ours)
+
+
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_hooks_on_a_layer_are_called() -> None:
+    x, y = randn(BATCH, SIZE), torch.randint(SIZE, (TAU, BATCH))
+    for engine in (None, *ENGINES):
+        model: Any = lf.VectorToSequence(lf.GRU(2 * SIZE, 5), SIZE, engine=engine).double()
+        model(x, y, lf.FreeRunning())  # compiled, where it is
+        calls: list[int] = []
+
+        def doubled(layer: Any, args: Any, run: Any) -> Any:
+            calls.append(1)  # noqa: B023
+            return replace(run, hidden=2 * run.hidden)
+
+        hook = model.recurrent.register_forward_hook(doubled)
+        ours = model(x, y, lf.FreeRunning())
+        assert len(calls) >= TAU
+        assert_same(ours, fed_by_hand(model, x, y, lf.FreeRunning()))
+        hook.remove()
+        assert_same(model(x, y, lf.FreeRunning()), fed_by_hand(model, x, y, lf.FreeRunning()))
+    attending: Any = case("AttentionDecoder", lf.Classes(SIZE), None)
+    attending.model.recurrent.register_forward_hook(lambda layer, args, run: replace(run, hidden=2 * run.hidden))
+    assert_same(attending.ours(lf.FreeRunning(), None), attending.theirs(lf.FreeRunning()))
+
+
+class Timed(nn.Module):
+    """A transition that reads the number of the step."""
+
+    def __init__(self, n_in: int) -> None:
+        super().__init__()
+        self.W = nn.Linear(n_in, 4)
+
+    def forward(self, h: Tensor, x: Tensor, t: Any) -> Tensor:
+        return torch.tanh(self.W(x) + h) + 0.1 * t
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.zeros(batch, 4, dtype=self.W.weight.dtype)
+
+
+@pytest.mark.parametrize("feeding", FEEDINGS)
+@pytest.mark.parametrize("engine", [None, *ENGINES], ids=lambda e: type(e).__name__)
+def test_a_transition_may_read_the_number_of_the_step(feeding: str, engine: lf.Engine | None) -> None:
+    torch.manual_seed(0)
+    x, y = randn(5, BATCH, SIZE), torch.randint(SIZE, (TAU, BATCH))
+    for pick in (lf.Soft, lambda: lf.Sample(seeded(1))):
+        model: Any = lf.VectorToSequence(Timed(2 * SIZE), SIZE, engine=engine).double()
+        cell, count = model.recurrent.cell, itertools.count()
+
+        def step(fed: Tensor, state: Any) -> tuple[Tensor, Any]:
+            h = cell.initial_state(BATCH) if state is None else state  # noqa: B023
+            h = cell(h, torch.cat([x[0], fed], -1), next(count))  # noqa: B023
+            return h, h
+
+        start = torch.zeros(BATCH, SIZE, dtype=f64)
+        theirs = plain_loop(step, model.readout, model.outputs, start, FEEDINGS[feeding](pick()), y)
+        assert_same(model(x[0], y, FEEDINGS[feeding](pick())), theirs)
+        two: Any = lf.EncoderDecoder(lf.GRU(SIZE, 5), Timed(5 + SIZE), SIZE, engine=engine).double()
+        assert_same(
+            two(x, y, FEEDINGS[feeding](pick())),
+            two.decoder(two.encoder(x).last_hidden, y, FEEDINGS[feeding](pick())),
+        )
+
+
+def test_a_layer_that_is_called_for_each_step_cannot_number_them() -> None:
+    model: Any = lf.VectorToSequence(Tripled(Timed(2 * SIZE)), SIZE)
+    with pytest.raises(ValueError, match="Timed reads the number of the step, but its layer has hooks or a forward"):
+        model(torch.randn(BATCH, SIZE), feeding=lf.FreeRunning(), steps=3)
+
+
+# ------------------------------------------------------------------ draws
+
+
+def assert_even(first: int, draws: int) -> None:
+    """χ² of two equal classes, one degree of freedom: above 15 once in ten thousand times."""
+    assert 4 * (first - draws / 2) ** 2 / draws < 15
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", [None, lf.Sequential(), lf.Looped()], ids=lambda e: type(e).__name__)
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_draws_are_fair_in_half_precision(dtype: torch.dtype, engine: lf.Engine | None) -> None:
+    """At a logit of 50, sums with noise in half precision would be equal again and again."""
+    o = torch.full((50_000, 2), 50.0, dtype=dtype)
+    for pick in (lf.Sample(seeded(0)), lf.Sample(seeded(1), temperature=0.7), lf.Sample(seeded(2), top_k=2, top_p=0.9)):
+        own = lf.FreeRunning(pick).next(o, None, lf.Classes(2))
+        assert own.dtype == dtype
+        assert_even(int(own[:, 0].float().sum()), len(o))
+        drawn = lf.Classes(2).sample(o, seeded(3))
+        assert drawn.dtype == dtype
+        assert_even(int(drawn[:, 0].float().sum()), len(o))
+    model: Any = lf.VectorToSequence(lf.GRU(2 + 2, 3), 2, engine=engine).to(dtype)
+    with torch.no_grad():
+        model.readout.V.zero_()
+        model.readout.c.fill_(50.0)
+        for feeding in (lf.FreeRunning(lf.Sample(seeded(4))), lf.ScheduledSampling(1.0, lf.Sample(seeded(5)))):
+            y = torch.zeros(30, 2000, dtype=torch.long)
+            network = (model.recurrent, model.readout, model.outputs)
+            start, x = torch.zeros(2000, 2, dtype=dtype), torch.ones(2000, 2, dtype=dtype)
+            found = run_fed(model, network, start, y, feeding, 30, engine=engine or lf.Auto(), context=x)
+            assert found.o.dtype == found.feds.dtype == dtype
+            assert_even(int(found.feds[..., 0].float().sum()), 60_000)
+
+
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_nothing_is_drawn_from_what_is_no_number() -> None:
+    x, y = torch.randn(BATCH, SIZE), torch.randint(SIZE, (TAU, BATCH))
+    for engine, bad in itertools.product((None, *ENGINES), (torch.nan, torch.inf)):
+        model: Any = lf.VectorToSequence(lf.GRU(2 * SIZE, 5), SIZE, engine=engine)
+        with torch.no_grad():
+            model.readout.c[1] = bad
+        for feeding in FEEDINGS.values():
+            with pytest.raises(FloatingPointError, match="an output is not a finite number"):
+                model(x, y, feeding(lf.Sample()))
+            assert model(x, y, feeding(lf.Greedy())).shape == (TAU, BATCH, SIZE)
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)
+def test_annealing_compiles_nothing_again(engine: lf.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """α and the temperature are numbers that a compiled step reads: one program serves all of them."""
+    from loopfold.engines import programs
+
+    made: list[Any] = []
+    original = programs._compile
+
+    def compiled(graph: Any) -> Any:
+        made.append(graph)
+        return original(graph)
+
+    monkeypatch.setattr(programs, "_compile", compiled)
+    schedules: list[Callable[[float], Feeding]] = [
+        lf.GeneralisedTeacherForcing,
+        lambda share: lf.FreeRunning(lf.Sample(seeded(7), temperature=0.5 + share)),
+        lambda share: lf.ScheduledSampling(share, lf.Sample(seeded(7), temperature=0.5 + share), generator=seeded(8)),
+        lambda share: lf.GeneralisedTeacherForcing(share, lf.Sample(seeded(7), temperature=0.5 + share, top_p=0.8)),
+    ]
+    for schedule in schedules:
+        whole = case("VectorToSequence", lf.Classes(SIZE), engine)
+        made.clear()
+        for i in range(30):
+            ours, theirs = whole.ours(schedule(i / 29), None), whole.theirs(schedule(i / 29))
+            assert_same(found_by(ours, whole, None), found_by(theirs, whole, None))
+        assert len(made) == 2  # the step that is fed, and the layer alone, in the plain loop
+
+
+def test_a_run_keeps_its_alpha_until_its_gradients_are_there() -> None:
+    whole = case("VectorToSequence", lf.Reals(SIZE), None)
+    feedings = [lf.GeneralisedTeacherForcing(alpha) for alpha in (0.2, 0.9)]
+    both = [whole.ours(feeding, None) for feeding in feedings]
+    for o, feeding in zip(both, feedings, strict=True):
+        assert_same(found_by(o, whole, None), found_by(whole.theirs(feeding), whole, None))
+
+
+# ------------------------------------------------------------------ what is refused, and where t goes on
+
+
+@pytest.mark.parametrize("pick", ["greedy", lf.FreeRunning(), lf.Greedy, None], ids=str)
+def test_a_pick_that_is_none_is_refused(pick: Any) -> None:
+    model = lf.SequenceToSequence(lf.GRU(2, 4), lf.Reals(2))
+    attempts: list[Callable[[], Any]] = [
+        lambda: model.forecast(torch.randn(5, 1, 2), 3, pick=pick),
+        lambda: lf.FreeRunning(pick),
+        lambda: lf.ScheduledSampling(0.5, pick),
+        lambda: lf.GeneralisedTeacherForcing(0.5, pick),
+    ]
+    for attempt in attempts:
+        with pytest.raises(TypeError, match=r"pick must be an object such as lf.Soft\(\) or lf.Greedy\(\); got"):
+            attempt()
+
+
+class OwnPredict(lf.SequenceToSequence):
+    def predict(self, *args: Any, **options: Any) -> Any:
+        found = super().predict(*args, **options)
+        return replace(found, o=2 * found.o)
+
+
+def test_forecasts_of_tokens_and_by_another_predict_are_refused() -> None:
+    with pytest.raises(ValueError, match="OwnPredict has a predict of its own"):
+        OwnPredict(lf.GRU(2, 4), lf.Reals(2)).forecast(torch.randn(5, 1, 2), 3)
+    model = lf.SequenceToSequence(lf.Embedded(lf.GRU(4, 4), nn.Embedding(5, 4)), 5)
+    for batch in (2, 5):
+        with pytest.raises(ValueError, match=r"this network reads tokens. Type lf.generate"):
+            model.forecast(torch.randint(5, (6, batch)), 3)
+
+
+@pytest.mark.parametrize("lengths", [None, [6, 1, 4]])
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_in_a_forecast_t_goes_on(engine: lf.Engine, lengths: list[int] | None) -> None:
+    """Each sequence by itself: read the past and all outputs so far, from the start, for the next output."""
+    torch.manual_seed(0)
+    model = lf.SequenceToSequence(Timed(SIZE), lf.Reals(SIZE), engine=engine).double()
+    x = randn(6, 3, SIZE)
+    found = model.forecast(x, 5, lengths=lengths).o
+    for i in range(3):
+        read = x[: lengths[i] if lengths else 6, i : i + 1]
+        for t in range(5):
+            o = model(read)[-1:]
+            assert_same(found[t, i], o[0, 0])
+            read = torch.cat([read, o])

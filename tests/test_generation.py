@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -534,3 +535,43 @@ def test_a_next_of_ones_own_is_asked() -> None:
     network = lf.SequenceToSequence(lf.LSTM(LETTERS.size, 7), LETTERS.size).double()
     loud, sharp = lf.Sample(seeded(2)), lf.Sample(seeded(2), temperature=1 / 3)
     assert lf.generate(Louder(network), LETTERS, "ab", 30, loud) == lf.generate(network, LETTERS, "ab", 30, sharp)
+
+
+class Tripled(lf.Recurrent):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        run = super().forward(*args, **options)
+        return replace(run, hidden=3 * run.hidden, last_hidden=3 * run.last_hidden)
+
+
+def test_the_forward_of_a_layer_is_called_and_so_are_its_hooks() -> None:
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        layer = (lf.Recurrent if hooked else Tripled)(lf.GRU(LETTERS.size, 16))
+        if hooked:
+            layer.register_forward_hook(lambda _, args, run: replace(run, last_hidden=-run.hidden[-1]))
+        model = lf.SequenceToSequence(layer, LETTERS.size).double()
+        if hooked:
+            layer.register_forward_hook(lambda _, args, run: replace(run, hidden=-run.hidden))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3)
+        found = lf.generate(model, LETTERS, "ab", 40, lf.Greedy())
+        expected = written_out(as_language_model(model), LETTERS.encode("ab").ids.tolist(), 40, LETTERS.unknown)
+        assert found == LETTERS.decode(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_draws_are_fair_in_half_precision(dtype: torch.dtype, tokens: bool) -> None:
+    """Two equal classes at a logit of 50, where sums with noise in half precision would often be equal."""
+    vocabulary = lf.Characters.of("ab")
+    network = lf.SequenceToSequence(lf.GRU(vocabulary.size, 4), vocabulary.size)
+    model: Any = recurrent_lm(vocabulary.size, [lf.GRU(3, 4)], 3) if tokens else lf.RecurrentLM(network)
+    model = model.to(dtype)
+    with torch.no_grad():
+        model.network.readout.V.zero_()
+        model.network.readout.c.fill_(50.0)
+    texts = "".join(lf.generate(model, vocabulary, "a", 100, lf.Sample(seeded(6)), samples=400))
+    assert len(texts) == 40_000
+    assert 4 * (texts.count("a") - 20_000) ** 2 / 40_000 < 15
+    assert len(lf.generate(model, vocabulary, "a", 5, lf.Greedy())) == 5

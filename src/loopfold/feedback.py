@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Engine
-from loopfold.feeding import Beside, Feeding, Mixture, generators_in, is_mixture
-from loopfold.outputs import Outputs
-from loopfold.recurrent import Recurrent, RecurrentLayer, hidden_of, recurrences_of, start_of, step_of
+from loopfold.feeding import Beside, Feeding, Mixture, draws_by_noise, generators_in, is_mixture
+from loopfold.outputs import Outputs, check_drawable
+from loopfold.recurrent import Recurrent, RecurrentLayer, hidden_of, recurrences_of, runs_by_steps, start_of, step_of
 from loopfold.states import State, Step, asks_for_index, at_end, name_of
 from loopfold.unfolding import Unfolding
 
@@ -93,8 +93,11 @@ def run_fed(
     state: State | None = None,
     context: State | None = None,
     lengths: Tensor | None = None,
+    before: int | Tensor = 0,
 ) -> Fed:
     """Run (layer, readout, outputs) for `steps`, the first of which is fed `fed [batch, size]`.
+
+    `before`, a number or one for each sequence `[batch]`, is how many steps came before, from which `t` goes on.
 
     `owner` is the module that they belong to, for as long as which the compiled step is kept.
     """
@@ -111,13 +114,27 @@ def run_fed(
         beside = () if y is None else y
     cells = [part.cell for part in recurrences_of(layer).values()]
     empty = x is None and not isinstance(beside, Tensor) and beside == Beside()
-    counted = empty or any(asks_for_index(cell, 2 + (context is not None)) for cell in cells)
-    t = torch.arange(steps, device=fed.device, dtype=fed.dtype)[:, None, None].expand(-1, len(fed), 1)
+    apart = context is not None and not isinstance(context, Tensor)  # a vector is a part of x
+    asking = [cell for cell in cells if asks_for_index(cell, 2 + apart)]
+    if asking and isinstance(layer, RecurrentLayer) and not runs_by_steps(layer):
+        raise ValueError(
+            f"{name_of(asking[0])} reads the number of the step, but its layer has hooks or a forward of its own: it "
+            f"is called for one step at a time, each of which would be number 0. Take the hooks off, or put that "
+            f"forward into the transition."
+        )
+    counted = empty or bool(asking)
+    if isinstance(before, Tensor):
+        before = before.to(fed.device)
+    t = (torch.arange(steps, device=fed.device)[:, None] + before)[..., None].expand(-1, len(fed), 1).to(fed.dtype)
     read = Read(() if x is None else x, beside, t if counted else ())
     step = kept_step(owner, Feedback, *network, feeding if mixture is None else mixture.undrawn(outputs))
     run = Recurrent(step, engine)(read, Carried(start, fed), lengths, context=context)
     assert isinstance(run.outputs, tuple)
     o, h, given = run.outputs
+    if (
+        mixture is not None and o.device.type == "cpu" and draws_by_noise(feeding.pick, outputs)
+    ):  # a GPU would have to be waited for
+        check_drawable(o)
     if isinstance(layer, RecurrentLayer) and not isinstance(h, Tensor):
         h = hidden_of(layer, given, run.states.state)
     states = Unfolding(run.states.state, run.last.state, h, at_end(h, lengths), given or None)

@@ -30,6 +30,13 @@ class Pick(ABC):
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor: ...
 
 
+def checked_pick(pick: Pick) -> Pick:
+    """`pick`, if it is one."""
+    if not isinstance(pick, Pick):
+        raise TypeError(f"pick must be an object such as lf.Soft() or lf.Greedy(); got {pick!r}.")
+    return pick
+
+
 @dataclass(frozen=True)
 class Soft(Pick):
     """ŷ itself; gradients flow back through it."""
@@ -85,14 +92,14 @@ class Sample(Pick):
     def __call__(self, o: Tensor, outputs: Outputs) -> Tensor:
         return outputs.sample(self.narrowed(o), self.generator)
 
-    def narrowed(self, o: Tensor) -> Tensor:
-        """`o` at this temperature, with -∞ for the classes that cannot be drawn.
+    def narrowed(self, o: Tensor, temperature: Tensor | None = None) -> Tensor:
+        """`o` at this temperature, or at that given, with -∞ for the classes that cannot be drawn.
 
         >>> o = torch.tensor([[0.5, 0.3, 0.2]]).log()
         >>> Sample(top_p=0.6).narrowed(o).softmax(-1)
         tensor([[0.6250, 0.3750, 0.0000]])
         """
-        o = o / self.temperature
+        o = o / (self.temperature if temperature is None else temperature)
         if self.top_k is not None and self.top_k < o.shape[-1]:
             o = o.masked_fill(self._beyond_k(o, self.top_k), -torch.inf)
         if self.top_p is not None and self.top_p < 1:
@@ -120,28 +127,31 @@ class Sample(Pick):
 FEW = 256  # classes
 
 
-def _draws_by_noise(pick: Pick | None, outputs: Outputs) -> bool:
+def draws_by_noise(pick: Pick | None, outputs: Outputs) -> bool:
     """Whether a draw is the place of the largest of an output and as many random numbers, drawn beforehand."""
     return type(pick) is Sample and type(outputs).sample is Classes.sample
 
 
 def noise_of(pick: Pick | None, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
     """The random numbers of so many picks, `[*shape, size]`; None for a pick that takes none beforehand."""
-    if not isinstance(pick, Sample) or not _draws_by_noise(pick, outputs):
+    if not isinstance(pick, Sample) or not draws_by_noise(pick, outputs):
         return None
     return gumbel((*shape, outputs.size), pick.generator, like)
 
 
-def scores(pick: Pick, o: Tensor, outputs: Outputs, noise: Tensor | None) -> Tensor:
-    """What is largest at the class that `pick` picks."""
+def scores(pick: Pick, o: Tensor, outputs: Outputs, noise: Tensor | None, temperature: Tensor | None = None) -> Tensor:
+    """What is largest at the class that `pick` picks, at its own temperature or that given."""
     if isinstance(pick, Sample) and noise is not None:
-        return pick.narrowed(o.detach()) + noise
+        o = o.detach()
+        if o.dtype.itemsize < noise.dtype.itemsize:  # sums in half precision are equal too often
+            o = o.to(noise.dtype)
+        return pick.narrowed(o, temperature) + noise
     return o.detach() if type(pick) is Greedy and type(outputs) is Classes else pick(o, outputs)
 
 
 def undrawn(pick: Pick, outputs: Outputs) -> Pick:
     """The pick without its source of random numbers, where these are drawn beforehand."""
-    return replace(pick, generator=None) if isinstance(pick, Sample) and _draws_by_noise(pick, outputs) else pick
+    return replace(pick, generator=None) if isinstance(pick, Sample) and draws_by_noise(pick, outputs) else pick
 
 
 # ------------------------------------------------------------------ feeding
@@ -178,6 +188,8 @@ class Beside(NamedTuple):
     truth: State = ()  # y(t) as the vector that a later step reads
     own: State = ()  # where the model's own output is read
     noise: State = ()  # the random numbers of a pick
+    temperature: State = ()  # at which it draws
+    alpha: State = ()  # how much of the truth there is in it
 
 
 class Mixture(Feeding):
@@ -199,7 +211,7 @@ class Mixture(Feeding):
 
     @abstractmethod
     def undrawn(self, outputs: Outputs) -> "Mixture":
-        """What `mixed` depends on, and no more: without sources of random numbers and probabilities."""
+        """What `mixed` depends on, and no more: without what `beside` says."""
 
     def next(self, o: Tensor, y: Any, outputs: Outputs) -> Tensor:
         beside = self.beside(None if y is None else y[None], (1, len(o)), outputs, o)
@@ -239,14 +251,17 @@ class FreeRunning(Mixture):
 
     pick: Pick = Soft()
 
+    def __post_init__(self) -> None:
+        checked_pick(self.pick)
+
     def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
-        return Beside(noise=_noise(self.pick, outputs, shape, like))
+        return _drawn(self.pick, outputs, shape, like)
 
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
         return _picked(self.pick, o, outputs, beside)
 
     def undrawn(self, outputs: Outputs) -> Mixture:
-        return replace(self, pick=undrawn(self.pick, outputs))
+        return replace(self, pick=_at_any_temperature(undrawn(self.pick, outputs), outputs))
 
 
 class Coin(Enum):
@@ -293,6 +308,7 @@ class ScheduledSampling(Mixture):
     iteration: int = 0
 
     def __post_init__(self) -> None:
+        checked_pick(self.pick)
         object.__setattr__(self, "coin", Coin(self.coin))  # its value will do: "step"
         if not 0 <= self.probability <= 1:
             raise ValueError(f"ScheduledSampling needs a probability from 0 to 1; got {self.probability}.")
@@ -309,13 +325,14 @@ class ScheduledSampling(Mixture):
         steps, batch = shape
         coins = uniform((steps, 1 if self.coin is Coin.STEP else batch, 1), self.generator, like)
         own = (coins < self.probability).expand(steps, batch, 1)
-        return Beside(_truth(y, outputs, like), own, _noise(self.pick, outputs, shape, like))
+        return _drawn(self.pick, outputs, shape, like)._replace(truth=_truth(y, outputs, like), own=own)
 
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
         return torch.where(beside.own, _picked(self.pick, o, outputs, beside), beside.truth)
 
     def undrawn(self, outputs: Outputs) -> Mixture:
-        return replace(self, p=0.0, generator=None, iteration=0, pick=undrawn(self.pick, outputs))
+        pick = _at_any_temperature(undrawn(self.pick, outputs), outputs)
+        return replace(self, p=0.0, generator=None, iteration=0, pick=pick)
 
 
 @dataclass(frozen=True)
@@ -335,17 +352,21 @@ class GeneralisedTeacherForcing(Mixture):
     pick: Pick = Soft()
 
     def __post_init__(self) -> None:
+        checked_pick(self.pick)
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"GeneralisedTeacherForcing needs an alpha from 0 to 1; got {self.alpha}.")
 
     def beside(self, y: Tensor | None, shape: tuple[int, int], outputs: Outputs, like: Tensor) -> Beside:
-        return Beside(_truth(y, outputs, like), noise=_noise(self.pick, outputs, shape, like))
+        drawn = _drawn(self.pick, outputs, shape, like)
+        return drawn._replace(truth=_truth(y, outputs, like), alpha=_everywhere(self.alpha, shape, like))
 
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
-        return (1 - self.alpha) * _picked(self.pick, o, outputs, beside) + self.alpha * beside.truth
+        own = _picked(self.pick, o, outputs, beside)
+        mixed = (1 - beside.alpha) * own + beside.alpha * beside.truth
+        return mixed.to(own.dtype) if own.dtype == beside.truth.dtype else mixed
 
     def undrawn(self, outputs: Outputs) -> Mixture:
-        return replace(self, pick=undrawn(self.pick, outputs))
+        return replace(self, alpha=0.0, pick=_at_any_temperature(undrawn(self.pick, outputs), outputs))
 
 
 def _truth(y: Tensor | None, outputs: Outputs, like: Tensor) -> Tensor:
@@ -353,16 +374,29 @@ def _truth(y: Tensor | None, outputs: Outputs, like: Tensor) -> Tensor:
     return outputs.encode(y).to(like.dtype)
 
 
-def _noise(pick: Pick, outputs: Outputs, shape: tuple[int, ...], like: Tensor) -> State:
+def _drawn(pick: Pick, outputs: Outputs, shape: tuple[int, int], like: Tensor) -> Beside:
+    """The random numbers of a pick that takes some beforehand, and its temperature, which may change at every run."""
     noise = noise_of(pick, outputs, shape, like)
-    return () if noise is None else noise
+    if noise is None or not isinstance(pick, Sample):
+        return Beside()
+    return Beside(noise=noise, temperature=_everywhere(pick.temperature, shape, like))
+
+
+def _everywhere(number: float, shape: tuple[int, int], like: Tensor) -> Tensor:
+    """A number as an input of every step, so that the compiled step is the same for all numbers."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.full((1, 1, 1), number, dtype=dtype, device=like.device).expand(*shape, 1)
+
+
+def _at_any_temperature(pick: Pick, outputs: Outputs) -> Pick:
+    return replace(pick, temperature=1.0) if isinstance(pick, Sample) and draws_by_noise(pick, outputs) else pick
 
 
 def _picked(pick: Pick, o: Tensor, outputs: Outputs, beside: Beside) -> Tensor:
     """The model's own output as the vector that the next step reads."""
-    return (
-        outputs.greedy(scores(pick, o, outputs, beside.noise)) if isinstance(beside.noise, Tensor) else pick(o, outputs)
-    )
+    if not isinstance(beside.noise, Tensor):
+        return pick(o, outputs)
+    return outputs.greedy(scores(pick, o, outputs, beside.noise, beside.temperature)).to(o.dtype)
 
 
 # ------------------------------------------------------------------ random numbers

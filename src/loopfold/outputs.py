@@ -61,9 +61,8 @@ class Classes(Outputs):
         return F.one_hot(o.argmax(-1), self.size).to(o.dtype)
 
     def sample(self, o: Tensor, generator: torch.Generator | None) -> Tensor:
-        if o.isnan().any() or o.isposinf().any():
-            raise FloatingPointError("an output is not a finite number, so nothing can be drawn from it.")
-        return self.greedy(o.detach() + gumbel(o.shape, generator, o))
+        check_drawable(o)
+        return self.greedy(o.detach() + gumbel(o.shape, generator, o)).to(o.dtype)
 
     def losses(self, o: Tensor, y: Tensor) -> Tensor:
         self._check(y)
@@ -137,5 +136,15 @@ def uniform(shape: Sequence[int], generator: torch.Generator | None, like: Tenso
 
 
 def gumbel(shape: Sequence[int], generator: torch.Generator | None, like: Tensor) -> Tensor:
-    """Numbers -log(-log(u)): the place of the largest of `o + gumbel` is a draw from softmax(o) (Gumbel, 1954)."""
-    return -torch.log(-torch.log(uniform(shape, generator, like))).to(like.dtype)
+    """Numbers -log(-log(u)): the place of the largest of `o + gumbel` is a draw from softmax(o) (Gumbel, 1954).
+
+    They are in single precision at least: sums in half precision are equal so often that the first class would win.
+    """
+    noise = -torch.log(-torch.log(uniform(shape, generator, like)))
+    return noise.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def check_drawable(o: Tensor) -> None:
+    """Raise an error if the outputs hold what is no number."""
+    if o.isnan().any() or o.isposinf().any():
+        raise FloatingPointError("an output is not a finite number, so nothing can be drawn from it.")

@@ -14,7 +14,7 @@ from loopfold.feeding import Feeding, FreeRunning, Pick, Soft, TeacherForcing, c
 from loopfold.outputs import Outputs, Reals, as_outputs
 from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine, engine_of
 from loopfold.states import State, Step, alive, at_end, leaves, whole_number
-from loopfold.transitions import Transition
+from loopfold.transitions import Embedded, Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
 from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring, check_targets
 
@@ -56,7 +56,7 @@ class SequenceToSequence(Pattern):
         For a network that predicts what comes: `o(t)` is of x(t+1). `x [τ, batch, n_in]` is the past; the outputs are
         those for the `steps` after it. `pick` is the form in which one goes back in. Where x has more features than
         the outputs, these come after them and are known beforehand: `known [steps, batch, more]` has them for the
-        steps to come (the last is not read).
+        steps to come (the last is not read). A transition that reads `t` goes on counting after the end of x.
 
         >>> from loopfold import GRU, Reals
         >>> model = SequenceToSequence(GRU(2 + 1, 5), Reals(2))  # two numbers to predict, one that is known
@@ -66,6 +66,16 @@ class SequenceToSequence(Pattern):
         check_steps(steps)
         if any(isinstance(part, Bidirectional) for part in self.recurrent.modules()):
             raise ValueError("a forecast cannot be read backwards: no Bidirectional here.")
+        if any(isinstance(part, Embedded) for part in self.recurrent.modules()):
+            raise ValueError(
+                "a forecast feeds vectors back, and this network reads tokens. Type lf.generate(model, vocabulary)."
+            )
+        if type(self).predict is not SequenceToSequence.predict:
+            raise ValueError(
+                f"{type(self).__name__} has a predict of its own, which is not called for single steps of a forecast. "
+                f"Put what it does into the readout or a transition, or write a forecast of its own too."
+            )
+        feeding = FreeRunning(pick)
         size, more = self.outputs.size, x.shape[-1] - self.outputs.size
         given = 0 if known is None else known.shape[-1]
         if more != given or (known is not None and known.shape[:2] != (steps, x.shape[1])):
@@ -82,7 +92,7 @@ class SequenceToSequence(Pattern):
         o = at_end(past.o, ends)
         if steps == 1:
             return Prediction(o[None], past.run)
-        feeding, network = FreeRunning(pick), (self.recurrent, self.readout, self.outputs)
+        network = (self.recurrent, self.readout, self.outputs)
         fed = feeding.next(o, None, self.outputs)
         future = None if known is None else known[:-1]
         found = run_fed(
@@ -95,6 +105,7 @@ class SequenceToSequence(Pattern):
             engine=engine_of(self.recurrent),
             x=future,
             state=past.run.last,
+            before=len(x) if ends is None else ends,
         )
         return Prediction(torch.cat([o[None], found.o]), found.run)
 

@@ -142,9 +142,15 @@ def as_layer(layer: RecurrentLayer | Step, engine: Engine | None = None) -> Recu
     return made
 
 
-def engine_of(layer: nn.Module) -> Engine:
-    """The engine of all recurrences in a layer; where they have several, or there is none, `Auto` chooses."""
+def engine_of(layer: RecurrentLayer) -> Engine:
+    """The engine of a loop over single steps of a layer, as of one that is fed its own outputs.
+
+    It is that of all recurrences in the layer; where they have several, or there is none, `Auto` chooses. A layer that
+    is called for each step runs its own engine within the plain loop.
+    """
     engines = [part.engine for part in recurrences_of(layer).values()]
+    if engines and not runs_by_steps(layer):
+        return Sequential()
     return engines[0] if engines and all(engine == engines[0] for engine in engines) else Auto()
 
 
@@ -199,7 +205,8 @@ def _gpus(model: nn.Module) -> list[torch.device]:
 class VariationalDropout(nn.Module):
     """Dropout with one mask for all steps of a sequence, so that the same units are silent throughout.
 
-    Gal and Ghahramani (2016) put such masks on what a layer reads; `Stacked` does so between its layers.
+    Gal and Ghahramani (2016) put such masks on what a layer reads; `Stacked` does so between its layers. Where a
+    network is fed its own outputs, as under `FreeRunning`, each step is a sequence of its own, with another mask.
 
     >>> kept = VariationalDropout(0.5)(torch.ones(7, 2, 5))
     >>> bool((kept == kept[0]).all())
@@ -230,6 +237,7 @@ class Stacked(RecurrentLayer):
 
     `dropout` is a probability, or a module such as `VariationalDropout(0.3)`. `engine`, if one is given, runs every
     recurrence inside, here and wherever layers are put together: it is set on the layers passed in, not on copies.
+    Where a network is fed its own outputs, one engine runs all layers: theirs, or `Auto` where they have several.
     `run.states` and `run.last` are tuples with one entry a layer, the lowest first; `run.hidden` is the top's.
 
     >>> from loopfold import LSTM, Elman
@@ -294,35 +302,53 @@ class Stepped(NamedTuple):
     state: State
 
 
+def is_plain(layer: nn.Module, kind: type[RecurrentLayer]) -> bool:
+    """Whether a run of the layer is what `kind` says: neither a `forward` of its own nor a hook has a say in it."""
+    if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
+        return False
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return not any(hooks)
+
+
+def runs_by_steps(layer: RecurrentLayer) -> bool:
+    """Whether a step of the layer is a step of its transitions, and not a call of some layer for one step."""
+    if is_plain(layer, Stacked) and isinstance(layer, Stacked):
+        return all(map(runs_by_steps, layer.parts))
+    return is_plain(layer, Recurrent)
+
+
 def step_of(layer: RecurrentLayer, state: State, x: Tensor, context: State | None = None, t: Any = None) -> Stepped:
-    """One step of a layer, from x `[batch, …]`; in a stack, each layer reads the one below."""
-    if isinstance(layer, Recurrent):
+    """One step of a layer, from x `[batch, …]`; in a stack, each layer reads the one below.
+
+    A layer that has a `forward` of its own, or hooks, is called for one step.
+    """
+    if isinstance(layer, Recurrent) and is_plain(layer, Recurrent):
         asks = asks_for_index(layer.cell, 2 + (context is not None))
         outputs, new = parted(take_step(layer.cell, state, x, context, t if asks else None), state)
         return Stepped(leaves(new if outputs is None else outputs)[0], () if outputs is None else outputs, new)
-    if isinstance(layer, Stacked):
+    if isinstance(layer, Stacked) and is_plain(layer, Stacked):
         steps: list[Stepped] = []
         for part, own in zip(layer.parts, state, strict=True):
             x = layer.dropout(steps[-1].hidden[None])[0] if steps else x
             steps.append(step_of(part, own, x, t=t))
         return steps[-1]._replace(state=tuple(step.state for step in steps))
-    run = layer(x[None], state)
+    run = layer(x[None], state) if context is None else layer(x[None], state, context=context)
     outputs = () if run.outputs is None else map_state(lambda leaf: leaf[0], run.outputs)
     return Stepped(run.hidden[0], outputs, run.last)
 
 
 def hidden_of(layer: RecurrentLayer, outputs: State, states: State) -> Tensor | None:
     """The `hidden` of a layer among its outputs and states, or None where it is none of them."""
-    if isinstance(layer, Stacked):
+    if isinstance(layer, Stacked) and is_plain(layer, Stacked):
         return hidden_of(layer.parts[-1], outputs, states[-1])
-    return leaves(outputs or states)[0] if isinstance(layer, Recurrent) else None
+    return leaves(outputs or states)[0] if is_plain(layer, Recurrent) else None
 
 
 def start_of(layer: RecurrentLayer, x: Tensor, state: State | None, context: State | None = None) -> State:
     """The state before the first step, which reads x `[batch, …]`: `state`, checked, or the layer's own."""
-    if isinstance(layer, Recurrent):
+    if isinstance(layer, Recurrent) and is_plain(layer, Recurrent):
         return layer.recurrence(x[None], state, context=context).state
-    if isinstance(layer, Stacked):
+    if isinstance(layer, Stacked) and is_plain(layer, Stacked):
         starts: list[State] = []
         for part, own in zip(layer.parts, layer.states_of(state), strict=True):
             starts.append(start_of(part, x, own))

@@ -151,6 +151,9 @@ class Pattern(nn.Module, ABC):
         f, made = self.wiring.recurrent, list[Any]()
 
         def run() -> None:
+            if isinstance(f, RecurrentLayer):  # which is watched anyway; a hook would have it called for each step
+                self.predict(*args, **options)
+                return
             hook = f.register_forward_hook(lambda f, inputs, h: made.append(h))
             try:
                 self.predict(*args, **options)

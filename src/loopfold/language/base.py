@@ -84,7 +84,7 @@ class LanguageModel(nn.Module, ABC):
         tokens, best = [], []
         for t in range(steps):
             log_p, memory = self.next(context)
-            token, largest = choose(log_p, None if noise is None else noise[t].to(log_p))
+            token, largest = choose(log_p, None if noise is None else noise[t].to(log_p.device))
             context = Context(token, memory)
             tokens.append(token)
             best.append(largest)

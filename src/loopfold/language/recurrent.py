@@ -81,13 +81,17 @@ class RecurrentLM(LanguageModel):
             return super().write(context, steps, pick, noise, unknown)
         network, c = self.network, self.network.c
         parts = (network.recurrent, network.readout, network.outputs, undrawn(pick, network.outputs), unknown)
-        step = kept_step(network, Writes, *parts, self.reads_tokens, c.device)
+        step = kept_step(network, Writes, *parts, self.reads_tokens, c.device, c.dtype)
         memory = context.memory
         dtype = leaves(memory)[0].dtype
         if not dtype.is_floating_point or self.vocabulary_size >= 1 / torch.finfo(dtype).eps:
             dtype = torch.float64  # which has every token; engines that compile need one dtype, and refuse
         last = context.last[:, None].to(dtype)
-        noise = last.new_zeros(steps, len(last), 0) if noise is None else noise.to(c)
+        noise = (
+            last.new_zeros(steps, len(last), 0)
+            if noise is None
+            else noise.to(c.device, torch.promote_types(noise.dtype, c.dtype))
+        )
         run = Recurrent(step, engine_of(network.recurrent))(noise, (memory, last))
         assert isinstance(run.outputs, tuple)
         tokens, best = run.outputs
@@ -117,8 +121,10 @@ class Writes(nn.Module):
         unknown: int | None,
         reads_tokens: bool,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.layer, self.readout, self.size, self.reads_tokens = layer, readout, outputs.size, reads_tokens
         self.choose = Chooser(pick, outputs, unknown, device)
         # as rows of a table, one-hot vectors need no product with a matrix: what it makes of each is computed once
@@ -127,13 +133,13 @@ class Writes(nn.Module):
     def forward(self, state: tuple[State, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[State, Tensor]]:
         memory, last = state  # the token as a number, as states are
         token = last[:, 0].clamp(0, self.size).long()
-        read = token if self.reads_tokens else self._vector(token, x.dtype)
+        read = token if self.reads_tokens else self._vector(token)
         h, _, memory = step_of(self.layer, memory, read, t=torch.zeros_like(last))
         token, best = self.choose(self.readout(h), x if x.shape[1] else None)
         return (token, best), (memory, token[:, None].to(last.dtype))
 
-    def _vector(self, token: Tensor, dtype: torch.dtype) -> Tensor:
-        return one_hot(token, self.size, dtype) if self.rows is None else self.rows.to(dtype)[token]
+    def _vector(self, token: Tensor) -> Tensor:
+        return one_hot(token, self.size, self.dtype) if self.rows is None else self.rows.to(self.dtype)[token]
 
 
 class TiedReadout(Readout):
