@@ -1286,8 +1286,7 @@ def test_a_step_that_fails_by_itself_is_no_reason_for_distrust() -> None:
     cell, x = LooksUp(), torch.ones(12, 2, 4)
     bad = x.clone()
     bad[5] = -100
-    for _ in range(2):
-        with pytest.raises((IndexError, RuntimeError), match="index"):
-            lf.unfold(cell, bad, engine=lf.FusedCPU())
-        found = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
-        torch.testing.assert_close(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
+    with pytest.raises((IndexError, RuntimeError), match="index"):  # the last step of the first run is looked at
+        lf.unfold(cell, bad, engine=lf.FusedCPU())
+    found = lf.unfold(cell, x, engine=lf.FusedCPU()).hidden
+    torch.testing.assert_close(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
