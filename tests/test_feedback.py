@@ -789,3 +789,33 @@ def test_in_a_forecast_t_goes_on(engine: lf.Engine, lengths: list[int] | None) -
             o = model(read)[-1:]
             assert_same(found[t, i], o[0, 0])
             read = torch.cat([read, o])
+
+
+class Aside(lf.Transition):
+    """A step that gives one tensor beside its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Linear(5 + 4, 5)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.W.weight.new_zeros(batch, 5)
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.W(torch.cat([h, x], -1)))
+        return 2 * h[:, :3], h
+
+
+@pytest.mark.parametrize("engine", [lf.Sequential(), lf.Looped(), lf.FusedCPU()], ids=str)
+def test_a_step_that_gives_a_tensor_beside_its_state(engine: lf.Engine) -> None:
+    cell, x = Aside().double(), torch.randn(3, 2, dtype=torch.float64)
+    model = lf.VectorToSequence(cell, outputs=lf.Reals(2), engine=engine).double()
+    found = model.predict(x, feeding=lf.FreeRunning(), steps=12)
+    h, fed, os = cell.initial_state(3), x.new_zeros(3, 2), []
+    for _ in range(12):
+        given, h = cell(h, torch.cat([x, fed], -1))
+        fed = model.readout(given)
+        os.append(fed)
+    torch.testing.assert_close(found.o, torch.stack(os))
+    torch.testing.assert_close(found.run.outputs, found.run.hidden)
+    torch.testing.assert_close(found.run.last, h)

@@ -15,7 +15,7 @@ from loopfold.engines.base import Engine
 from loopfold.feeding import Beside, Feeding, Mixture, draws_by_noise, generators_in, is_mixture
 from loopfold.outputs import Outputs, check_drawable
 from loopfold.recurrent import Recurrent, RecurrentLayer, hidden_of, recurrences_of, runs_by_steps, start_of, step_of
-from loopfold.states import State, Step, asks_for_index, at_end, name_of
+from loopfold.states import State, Step, asks_for_index, at_end, leaves, name_of
 from loopfold.unfolding import Unfolding
 
 
@@ -137,7 +137,7 @@ def run_fed(
         check_drawable(o)
     if isinstance(layer, RecurrentLayer) and not isinstance(h, Tensor):
         h = hidden_of(layer, given, run.states.state)
-    states = Unfolding(run.states.state, run.last.state, h, at_end(h, lengths), given or None)
+    states = Unfolding(run.states.state, run.last.state, h, at_end(h, lengths), given if leaves(given) else None)
     return Fed(o, states, run.states.fed, run.last.fed)
 
 

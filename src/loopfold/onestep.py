@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.patterns import SequenceToOne, SequenceToSequence
-from loopfold.recurrent import Recurrent, RecurrentLayer, Stacked, VariationalDropout
-from loopfold.states import State, Step, asks_for_index, gives_output, leaves, name_of, take_step
+from loopfold.recurrent import Recurrent, RecurrentLayer, Stacked, VariationalDropout, step_of
+from loopfold.states import State, Step, asks_for_index, leaves, name_of
 from loopfold.transitions import initial_state
 from loopfold.wiring import Pattern
 
@@ -95,9 +95,10 @@ class Steps(nn.Module):
         return self._step(state, x, None)
 
     def _step(self, state: State, x: tuple[State, ...], t: Tensor | None) -> State:
-        model = self.model
-        output, hidden, new = _advance(_layer_of(model), state, x, t)
-        return (model.readout(hidden) if isinstance(model, Pattern) else output), new
+        found = step_of(_layer_of(self.model), state, x[0] if x else None, t=t)
+        if isinstance(self.model, Pattern):
+            return self.model.readout(found.hidden), found.state
+        return found.outputs if leaves(found.outputs) else found.hidden, found.state
 
     def start(self, batch: int, x: State | None) -> State:
         """The state that the model starts from; `x [batch, …]`, where it is known, helps to find that of each layer."""
@@ -125,30 +126,13 @@ def _layer_of(model: nn.Module) -> RecurrentLayer:
     return layer
 
 
-def _advance(layer: Any, state: State, x: tuple[State, ...], t: Tensor | None) -> tuple[State, Tensor, State]:
-    """The output of a layer's step, what a layer above reads of it, and the new state."""
-    if isinstance(layer, Recurrent):
-        asks = t is not None and asks_for_index(layer.cell, 1 + len(x))
-        new = take_step(layer.cell, state, x[0] if x else None, t=t if asks else None)
-        output, new = new if gives_output(new, state) else (None, new)
-        hidden = leaves(new if output is None else output)[0]
-        return hidden if output is None else output, hidden, new
-    states = []
-    for i, part in enumerate(layer.parts):
-        if i > 0:
-            x = (layer.dropout(hidden[None])[0],)  # it is made for sequences
-        output, hidden, new = _advance(part, state[i], x, t)
-        states.append(new)
-    return output, hidden, tuple(states)
-
-
 def _start(layer: Any, batch: int, x: State) -> tuple[Tensor, State]:
     """What a layer above reads of the first step, and the state before it."""
     if isinstance(layer, Recurrent):
         state = initial_state(layer.cell, batch, x)
         t = leaves(state)[0].new_zeros(batch, 1)
         with torch.no_grad():
-            return _advance(layer, state, (x,), t)[1], state
+            return step_of(layer, state, x, t=t).hidden, state
     states = []
     for part in layer.parts:
         x, state = _start(part, batch, x)

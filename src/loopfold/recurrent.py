@@ -317,13 +317,15 @@ def runs_by_steps(layer: RecurrentLayer) -> bool:
     return is_plain(layer, Recurrent)
 
 
-def step_of(layer: RecurrentLayer, state: State, x: Tensor, context: State | None = None, t: Any = None) -> Stepped:
+def step_of(
+    layer: RecurrentLayer, state: State, x: State | None, context: State | None = None, t: Any = None
+) -> Stepped:
     """One step of a layer, from x `[batch, …]`; in a stack, each layer reads the one below.
 
     A layer that has a `forward` of its own, or hooks, is called for one step.
     """
     if isinstance(layer, Recurrent) and is_plain(layer, Recurrent):
-        asks = asks_for_index(layer.cell, 2 + (context is not None))
+        asks = t is not None and asks_for_index(layer.cell, 1 + (x is not None) + (context is not None))
         outputs, new = parted(take_step(layer.cell, state, x, context, t if asks else None), state)
         return Stepped(leaves(new if outputs is None else outputs)[0], () if outputs is None else outputs, new)
     if isinstance(layer, Stacked) and is_plain(layer, Stacked):
@@ -332,7 +334,8 @@ def step_of(layer: RecurrentLayer, state: State, x: Tensor, context: State | Non
             x = layer.dropout(steps[-1].hidden[None])[0] if steps else x
             steps.append(step_of(part, own, x, t=t))
         return steps[-1]._replace(state=tuple(step.state for step in steps))
-    run = layer(x[None], state) if context is None else layer(x[None], state, context=context)
+    x = None if x is None else map_state(lambda leaf: leaf[None], x)
+    run = layer(x, state) if context is None else layer(x, state, context=context)
     outputs = () if run.outputs is None else map_state(lambda leaf: leaf[0], run.outputs)
     return Stepped(run.hidden[0], outputs, run.last)
 
@@ -341,7 +344,7 @@ def hidden_of(layer: RecurrentLayer, outputs: State, states: State) -> Tensor | 
     """The `hidden` of a layer among its outputs and states, or None where it is none of them."""
     if isinstance(layer, Stacked) and is_plain(layer, Stacked):
         return hidden_of(layer.parts[-1], outputs, states[-1])
-    return leaves(outputs or states)[0] if is_plain(layer, Recurrent) else None
+    return (leaves(outputs) or leaves(states))[0] if is_plain(layer, Recurrent) else None
 
 
 def start_of(layer: RecurrentLayer, x: Tensor, state: State | None, context: State | None = None) -> State:
