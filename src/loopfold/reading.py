@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loopfold.casts import with_casts
 from loopfold.onestep import lowest
 from loopfold.states import State, Step, all_leaves, describe, leaves, map_state, name_of, rebuild
 from loopfold.transitions import Transition, example_inputs
@@ -195,9 +196,8 @@ def as_given(output: State, given: Given, bare: bool, out: Any) -> Any:
             raise TypeError(
                 "the output is bfloat16, which numpy does not have. Give x as a tensor: torch.from_numpy(x)."
             )
-        arrays = [leaf.cpu().numpy().copy() for leaf in leaves(output)]
-        return arrays[0] if isinstance(output, Tensor) else _arrays(output, iter(arrays))
-    return map_state(lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format), output)
+        return map_state(lambda leaf: leaf.cpu().numpy().copy(), output)
+    return map_state(copied, output)
 
 
 def check_out(output: State, bare: bool, out: Any) -> Tensor:
@@ -214,13 +214,6 @@ def check_out(output: State, bare: bool, out: Any) -> Tensor:
     if into.shape != shape or into.dtype != output.dtype:
         raise ValueError(f"out is {tuple(into.shape)} of {into.dtype}; the output is {tuple(shape)} of {output.dtype}.")
     return into
-
-
-def _arrays(like: Any, flow: Any) -> Any:
-    if not isinstance(like, tuple):
-        return next(flow)
-    parts = [_arrays(part, flow) for part in like]
-    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
 
 
 def _shape(x: State) -> Any:
@@ -309,15 +302,9 @@ def copied(leaf: Tensor) -> Tensor:
 @contextmanager
 def plainly() -> Iterator[None]:
     """While open, no gradients are kept and no dtypes changed, whatever the caller has set."""
-    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if not casts and not torch.is_inference_mode_enabled():  # the others take ten times as long
+    if not torch._C._is_any_autocast_enabled() and not torch.is_inference_mode_enabled():  # the others take far longer
         with torch.no_grad():
             yield
         return
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), with_casts((), torch.device("cuda")):
         yield

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
-from loopfold.surroundings import _OF_TORCH, _Walk, fingerprint
+from loopfold.surroundings import OF_TORCH, Walk, fingerprint
 from loopfold.undoing import ARRAY, CELL, GLOBALS, MAPPING, SEQUENCE, SET, SET_ON, is_foreign
 
 _MOST = 48  # things in a list, or attributes of an object, that are asked for one by one
@@ -34,7 +34,7 @@ def unaltered(
         look.ask(f"{look.name(part)}.__class__ is {look.name(type(part))}")
         look.entries(part._modules)
         look.no_hooks(vars(part))
-    for label, thing, kind in _Walk(f).mutable:
+    for label, thing, kind in Walk(f).mutable:
         if label == "self":
             look.at_module(thing)
         else:
@@ -82,7 +82,7 @@ class _Look:
         if "_forward_hooks" not in held:
             self.entries(held)
             return
-        self.entries(held, [key for key in held if key not in _OF_TORCH])
+        self.entries(held, [key for key in held if key not in OF_TORCH])
         self.no_hooks(held)
 
     def no_hooks(self, held: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def fingerprint(f: nn.Module) -> tuple[Any, ...]:
     All that its modules hold besides tensors, the sizes of those and which are shared; what their methods, and the
     functions that these call, read from the Python modules around them.
     """
-    return tuple(_Walk(f).found)
+    return tuple(Walk(f).found)
 
 
 class Habits(NamedTuple):
@@ -60,7 +60,7 @@ class Habits(NamedTuple):
 
 def habits(f: Callable[..., Any]) -> Habits:
     """Look at a step before it is traced."""
-    walk = _Walk(f)
+    walk = Walk(f)
     return Habits(walk.names, walk.iterators, walk.remembers)
 
 
@@ -76,7 +76,7 @@ def only_numbers_differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def unchanged(f: Callable[..., Any]) -> Iterator[list[str]]:
     """While open, `f` may be called. Afterwards what it has changed is as it was before, and named in the list."""
     changed: list[str] = []
-    held = [(label, thing, kind, kind.read(thing)) for label, thing, kind in _Walk(f).mutable]
+    held = [(label, thing, kind, kind.read(thing)) for label, thing, kind in Walk(f).mutable]
     try:
         yield changed
     finally:
@@ -112,7 +112,7 @@ class _Same:
 
 _PLAIN = {int, bool, str, bytes, complex, types.NoneType, torch.dtype, torch.device, torch.Size, range, types.CodeType}
 INDICES = {torch.int64, torch.int32}  # dtypes of buffers whose numbers a trace may fix
-_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SEEDS = {
     "manual_seed",
@@ -127,7 +127,7 @@ _NEAR = {*_PLAIN, float, list, tuple, dict, types.FunctionType, types.MethodType
 _AGAIN = object()
 
 
-class _Walk:
+class Walk:
     """`found`, one flat list, says the same only if everything is the same; `mutable` is what could be altered."""
 
     def __init__(self, f: Any) -> None:
@@ -174,7 +174,7 @@ class _Walk:
                     if not lazy and tensor.dim() and tensor.dtype in INDICES:
                         found += (_Same(tensor), None if tensor.is_inference() else tensor._version)
         for key, value in list(vars(part).items()):  # other threads may be setting some
-            if key not in _OF_TORCH:
+            if key not in OF_TORCH:
                 self.label = f"self.{key}"
                 found.append(key)
                 self._value(value)
@@ -322,7 +322,7 @@ class _Walk:
             self.found.append(hash(array.tobytes()))
 
 
-def _look_at(walk: _Walk, value: Any) -> None:
+def _look_at(walk: Walk, value: Any) -> None:
     """What has no entry in `_LOOK`: things of the user's own classes, and of libraries."""
     if isinstance(value, Tensor):
         return walk._tensor(value)
@@ -364,17 +364,17 @@ def _look_at(walk: _Walk, value: Any) -> None:
     return walk._class(type(value))
 
 
-_LOOK: dict[type, Callable[[_Walk, Any], None]] = {
-    **dict.fromkeys((list, deque), _Walk._container),
-    tuple: _Walk._values,
-    types.CellType: _Walk._cell,
-    **dict.fromkeys((set, frozenset), _Walk._set),
-    **dict.fromkeys((dict, types.MappingProxyType), _Walk._dict),
-    **dict.fromkeys((Tensor, nn.Parameter), _Walk._tensor),
-    types.FunctionType: _Walk._function,
-    types.MethodType: _Walk._method,
-    types.BuiltinFunctionType: _Walk._builtin,
-    types.ModuleType: _Walk._python_module,
+_LOOK: dict[type, Callable[[Walk, Any], None]] = {
+    **dict.fromkeys((list, deque), Walk._container),
+    tuple: Walk._values,
+    types.CellType: Walk._cell,
+    **dict.fromkeys((set, frozenset), Walk._set),
+    **dict.fromkeys((dict, types.MappingProxyType), Walk._dict),
+    **dict.fromkeys((Tensor, nn.Parameter), Walk._tensor),
+    types.FunctionType: Walk._function,
+    types.MethodType: Walk._method,
+    types.BuiltinFunctionType: Walk._builtin,
+    types.ModuleType: Walk._python_module,
     functools.partial: lambda walk, p: walk._values((p.func, p.args, p.keywords)),
     property: lambda walk, p: walk._value(p.fget),
     functools.cached_property: lambda walk, p: walk._value(p.func),

@@ -193,7 +193,7 @@ def _run_or_replay(engine: Engine, kernel: Kernel, recurrence: Recurrence, found
     replays = kept_beside(recurrence, program, kernel, lambda: Replays(type(engine).__name__))
     given = [*tensors, *(t for t in more if t is not None)]
     sizes = (steps, lengths is None, index is None, *map(repr, found.numbers))  # -0.0 is another than 0.0
-    return rebuild(program.graph.structure, replays.run(run, sizes, given, _parameters(recurrence, found)))
+    return rebuild(program.graph.structure, replays.run(run, sizes, given, parameters_of(recurrence, found)))
 
 
 def _run(
@@ -218,7 +218,7 @@ def _run_parts(
     batch = start[0].shape[0]
     rows = tau * batch
 
-    values = _given(recurrence, found, parameters)
+    values = given_to(recurrence, found, parameters)
     if loop.draws:
         values |= recurrence.draws.sequences()
     many, which = rows, None
@@ -281,15 +281,16 @@ def _run_parts(
     return rebuild(graph.structure, [*results[cut:], *results[:cut]])
 
 
-def _given(recurrence: Recurrence, found: Found, parameters: Sequence[Tensor] | None = None) -> dict[Node, Any]:
+def given_to(recurrence: Recurrence, found: Found, parameters: Sequence[Tensor] | None = None) -> dict[Node, Any]:
     """The parameters and the numbers of the step, as they are now."""
-    tensors = _parameters(recurrence, found) if parameters is None else parameters
+    tensors = parameters_of(recurrence, found) if parameters is None else parameters
     values: dict[Node, Any] = {node: t for (node, _), t in zip(found.program.parameters, tensors, strict=True)}
     values |= zip(found.program.graph.numbers, found.numbers, strict=True)
     return values
 
 
-def _parameters(recurrence: Recurrence, found: Found) -> list[Tensor]:
+def parameters_of(recurrence: Recurrence, found: Found) -> list[Tensor]:
+    """The parameters and buffers that the step reads, in the order of the program."""
     assert isinstance(recurrence.f, nn.Module)
     return [tensor_of(recurrence.f) for _, tensor_of in found.program.parameters]
 
@@ -297,7 +298,7 @@ def _parameters(recurrence: Recurrence, found: Found) -> list[Tensor]:
 def _drawn(recurrence: Recurrence, found: Found) -> Draws:
     like = leaves(recurrence.state)[0]
     with with_casts((), like.device):
-        return draw(found.program.loop, _given(recurrence, found), recurrence.steps, like)
+        return draw(found.program.loop, given_to(recurrence, found), recurrence.steps, like)
 
 
 def _captures(like: Tensor) -> bool:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Recurrence
-from loopfold.engines.compiled import as_row
+from loopfold.engines.compiled import as_row, given_to, parameters_of
 from loopfold.engines.fused_cpu import Fused, FusedCPU, Native
 from loopfold.engines.programs import Found, alone, program_of
-from loopfold.engines.writing import Buffer, Halves, Role, Source
+from loopfold.engines.writing import Buffer, Role, forwards
 from loopfold.staleness import unaltered
 from loopfold.states import State, all_leaves, leaves, rebuild
 from loopfold.stepgraph.dependence import table_of
@@ -47,12 +47,8 @@ class StepCode:
         """The kernel for matrices that lie in memory in such a way; see `Source.pitches`."""
         with alone():
             if pitches not in self._kernels:
-                loop = self.loop
-                carried = zip(loop.carried, loop.next, strict=True)
-                moves = tuple((loop.builder.make("state", width=v.width, index=i), v) for i, v in carried)
-                halves = Halves.of(loop)
-                source = Source(loop.emitted, moves, (), (), False, False, halves, single=True, pitches=pitches)
-                self._kernels[pitches] = Fused(f"{self.graph.name} step", source, loop.dtype, 1)
+                source = forwards(self.loop, single=True, pitches=pitches)
+                self._kernels[pitches] = Fused(f"{self.graph.name} step", source, self.loop.dtype, 1)
             return self._kernels[pitches]
 
 
@@ -97,11 +93,11 @@ class NativeStep:
         self.marks = fingerprint(recurrence.f)
         loop, graph, start = code.loop, code.graph, leaves(recurrence.state)
         self.like, self.batch = start[0], len(start[0])
-        own = {node: tensor_of(recurrence.f) for node, tensor_of in self.found.program.parameters}
+        tensors = parameters_of(recurrence, self.found)
+        own = {node: tensor for (node, _), tensor in zip(self.found.program.parameters, tensors, strict=True)}
         if any(tensor.is_inference() for tensor in own.values()):
             raise Refusal("its parameters were made under torch.inference_mode, so that changes could not be seen.")
-        values: dict[Node, Any] = {node: tensor.detach() for node, tensor in own.items()}
-        values |= zip(graph.numbers, self.found.numbers, strict=True)
+        values = given_to(recurrence, self.found, [tensor.detach() for tensor in tensors])
         values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
         needed = set(needed_for([n for r in (*loop.constants, *loop.contexts) for n in r.nodes()], {*values}))
         for node in graph.operations:

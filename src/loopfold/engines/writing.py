@@ -84,6 +84,13 @@ class Source:
         return next(iter(found)) if len(found) == 1 else None
 
 
+def forwards(loop: Loop, kept: tuple[Value, ...] = (), masked: bool = False, **how: Any) -> Source:
+    """What a run computes: what the loop emits, and `kept` for the way back; `how` are further fields of it."""
+    carried = zip(loop.carried, loop.next, strict=True)
+    moves = tuple((loop.builder.make("state", width=v.width, index=i), v) for i, v in carried)
+    return Source((*loop.emitted, *kept), moves, (), (), False, masked, Halves.of(loop), **how)
+
+
 class Role(Enum):
     """What a buffer holds: the first seven are given to a kernel, the others are a writer's own."""
 
@@ -180,11 +187,7 @@ class Writer(Kernel):
 
     def _forwards(self, program: Program, call: Call, dtype: torch.dtype) -> Written:
         def source() -> Source:
-            loop = program.loop
-            kept = program.kept if call.record else ()
-            carried = zip(loop.carried, loop.next, strict=True)
-            moves = tuple((loop.builder.make("state", width=v.width, index=i), v) for i, v in carried)
-            return Source((*loop.emitted, *kept), moves, (), (), False, call.lengths is not None, Halves.of(loop))
+            return forwards(program.loop, program.kept if call.record else (), call.lengths is not None)
 
         return self._made(program, call, dtype, ("forward", call.record), source)
 
