@@ -76,7 +76,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize("pick", NARROW, ids=str)
+@pytest.mark.parametrize("pick", NARROW, ids=["cold", "top k", "top p", "all three", "beam", "soft"])
 def test_what_leaves_no_choice_is_greedy(pick: lf.Pick | lf.Beam) -> None:
     model = letters_model()
     assert lf.generate(model, LETTERS, "ab", 20, pick) == lf.generate(model, LETTERS, "ab", 20, lf.Greedy())
