@@ -76,7 +76,7 @@ def draw(
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.errors import OptionError
-    from loopfold.training.folder import RunError
+    from loopfold.training.folder import ELSEWHERE, RunError
 
     y: Tensor | None = None
     if gradients and steps is None:
@@ -107,7 +107,7 @@ def draw(
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
     except OSError as error:
-        raise RunError(str(error)) from error
+        raise RunError(f"{error} ", *ELSEWHERE) from error
     typer.echo(f"{picture.title}: {path}")
 
 

@@ -101,7 +101,8 @@ def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]
     except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror or error}. ", *ELSEWHERE) from error
+        said = f"{folder} cannot be written: {error.strerror}." if error.strerror else str(error)
+        raise RunError(f"{said} ", *ELSEWHERE) from error
 
 
 def _describe(

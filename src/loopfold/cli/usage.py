@@ -9,6 +9,7 @@ import typer
 
 # What typer says of a value, and what was needed.
 NEEDED = {
+    r"valid string": "text in UTF-8",
     r"valid number": "a number",
     r"valid integer": "a whole number",
     r"greater than or equal to (\S+)": r"a number of at least \1",

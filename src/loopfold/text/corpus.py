@@ -1,21 +1,18 @@
 """Reads text from files, folders or standard input, and splits it into training, validation and test text."""
 
-import bz2
-import gzip
-import lzma
 import math
 import os
 import stat
 import sys
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from shlex import quote
 from typing import TextIO
@@ -25,12 +22,7 @@ from loopfold.errors import Mendable
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
 _STDIN = "standard input"
-# by what the name of a file ends in
-_COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.decompress,
-    ".bz2": bz2.decompress,
-    ".xz": lzma.decompress,
-}
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # by which module of Python; some builds lack the last two
 # what files begin with that are no text, and are not to be converted by iconv
 _NO_TEXT = {
     b"%PDF": "a PDF",
@@ -200,11 +192,15 @@ def _bytes(file: Path) -> bytes:
     if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or os.path.samefile(file, os.devnull)):
         raise CorpusError(f"{file} is a device or a socket, and its end may never come: name a file with text.")
     raw = file.read_bytes()
-    if (unpack := _COMPRESSED.get(file.suffix.lower())) is None:
+    module = _COMPRESSED.get(file.suffix.lower())
+    if module is None:
         return raw
     try:
-        return unpack(raw)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        data: bytes = import_module(module).decompress(raw)
+        return data
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # each of them has its own
         raise CorpusError(
             f"{file} cannot be decompressed ({error}): it is damaged, or not what its name says. Get it again."
         ) from None
@@ -216,8 +212,11 @@ def is_there_once(source: str) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    below = [p for p in folder.rglob("*") if not any(n.startswith(".") for n in p.relative_to(folder).parts)]
-    files = sorted(p for p in below if p.is_file())
+    below: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        below += [Path(place, name) for name in names if not name.startswith(".")]
+    files = sorted(p for p in below if p.is_file())  # not a pipe, which would have to be waited for
     texts = [p for p in files if p.suffix.lower() == ".txt" or _is_compressed_text(p)]
     if not files:
         raise CorpusError(f"the folder {folder} has no files: name a file with text, or another folder.")
@@ -230,6 +229,11 @@ def _files(folder: Path) -> list[Path]:
             f"name the files, as in {quote(str(folder))}/*{common[0]}"
         )
     return texts
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be looked into: half of a text is not the text."""
+    raise error
 
 
 def _is_compressed_text(path: Path) -> bool:

@@ -63,7 +63,7 @@ class Options:
     forget_bias: float | None = _option(
         None,
         "What the forget gate of an LSTM starts with; 1 helps long memories. By default as the cell has it.",
-        Limits("a finite number", math.isfinite),
+        Limits("from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
     )
     hidden_size: int = _option(256, "Units in a layer.", AT_LEAST_1)
     layers: int = _option(1, "Layers on top of each other.", AT_LEAST_1)
@@ -115,12 +115,12 @@ class Options:
             from loopfold.training.cells import name_of_cell
 
             object.__setattr__(self, "cell", name_of_cell(self.cell))
+        for source in (*(self.sources if isinstance(self.sources, tuple) else ()), self.valid, self.test, self.cell):
+            if isinstance(source, str) and any("\ud800" <= c <= "\udfff" for c in source):
+                kept = f"{source!r} is not UTF-8, and a run folder keeps it as text"
+                raise OptionError(f"{kept}: give the file, or the folder that it is in, another name.")
         for option in fields(self):
             value, limits = getattr(self, option.name), option.metadata["limits"]
-            for text in value if isinstance(value, tuple) else (value,):
-                if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
-                    name = f"{text!r} is not UTF-8, and a run folder keeps it as text"
-                    raise OptionError(f"{name}: give the file, or the folder that it is in, another name.")
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if isinstance(limits, Limits) and number and not limits.hold(value):
                 words = limits.words + (", or left out" if option.default is None else "")
