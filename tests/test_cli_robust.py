@@ -519,13 +519,18 @@ def test_the_shell_completes_commands_flags_and_names() -> None:
     assert offered("evaluate", "r") == []  # files, which the shell knows
 
 
-def test_completion_is_fast_and_can_be_installed(tmp_path: Path) -> None:
-    variables = {"_LOOPFOLD_COMPLETE": "complete_bash", "COMP_WORDS": "loopfold train --cell l", "COMP_CWORD": "3"}
+def test_completion_and_the_answer_to_a_typo_are_fast() -> None:
+    """Neither loads PyTorch."""
     code = "import sys, loopfold.cli\ntry: loopfold.cli.main()\nfinally: print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | variables
-    )
-    assert done.stdout.split() == ["lstm", "layernorm-lstm", "False"]
+    variables = {"_LOOPFOLD_COMPLETE": "complete_bash", "COMP_WORDS": "loopfold train --cell l", "COMP_CWORD": "3"}
+    for more, words, needed in [(variables, [], "lstm layernorm-lstm False"), ({}, ["trian"], "False")]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=os.environ | more
+        )
+        assert done.stdout.split() == needed.split()
+
+
+def test_completion_can_be_installed() -> None:
     for shell in ("bash", "zsh", "fish"):
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("_LOOPFOLD_COMPLETE", f"source_{shell}")

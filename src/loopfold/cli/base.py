@@ -1,6 +1,7 @@
 """What all commands share: the app that they belong to, its errors, and how a run, a device or a part is named."""
 
 import importlib.util
+import io
 import os
 import re
 import signal
@@ -113,7 +114,7 @@ def _options(
 @contextmanager
 def _output() -> Iterator[None]:
     """What a terminal cannot write, it writes as \\xff: names of files may be any bytes, and texts any characters."""
-    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     yield
     if sys.stdout is not None:
@@ -125,6 +126,9 @@ def _errors() -> Iterator[None]:
     """Whatever a user can mend is one sentence and exit code 2, not a traceback."""
     try:
         yield
+    except BrokenPipeError:  # whoever read it, as head does, has read enough
+        _flush()
+        sys.exit(1)
     except Exception as error:
         code, said = _exit_code(error), _sentence(error)
         if code is None:
@@ -147,11 +151,9 @@ def _sentence(error: Exception) -> str:
         return f"{name!r} is not UTF-8: type it in UTF-8, or give the file another name."
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
-        return (
-            f"what the command prints cannot be written: {reason}."
-            if error.filename is None
-            else (f"{os.fsdecode(error.filename)} cannot be used: {reason}.")
-        )
+        if error.filename is None:
+            return f"what the command prints cannot be written: {reason}."
+        return f"{os.fsdecode(error.filename)} cannot be used: {reason}."
     if _is_out_of_memory(error):
         smaller = "--hidden-size, --streams or --window" if "train" in sys.argv else "number of what it is asked for"
         return f"there is not enough memory for this: choose a smaller {smaller}."
@@ -159,6 +161,8 @@ def _sentence(error: Exception) -> str:
 
 
 def _exit_code(error: Exception) -> int | None:
+    if isinstance(error, typer.TyperException):  # at once: what follows imports PyTorch
+        return 2 if error.exit_code == 2 else None  # what is typed wrong; others are faults of ours
     from loopfold.processes import ProcessLost
     from loopfold.training.loop import Diverged, Stopped
 
@@ -168,8 +172,6 @@ def _exit_code(error: Exception) -> int | None:
         return 1
     if isinstance(error, UnicodeEncodeError):
         return 2 if "surrogates" in error.reason else None  # what came as an argument and is no text
-    if isinstance(error, typer.TyperException):
-        return 2 if error.exit_code == 2 else None  # what is typed wrong; others are faults of ours
     return 2 if isinstance(error, Mendable | ImportError | OSError) or _is_out_of_memory(error) else None
 
 
