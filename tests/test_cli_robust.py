@@ -416,6 +416,13 @@ def test_json_of_another_form(name: str, raw: str, here: Path) -> None:
         refused(rf"run/{name} is damaged|run has format", *command)
 
 
+def test_a_text_of_no_possible_name(here: Path) -> None:
+    config = json.loads(Path("run/config.json").read_text())
+    config["options"]["sources"] = ["a\0b"]
+    sign(Path("run"), "config.json", json.dumps(config).encode())
+    refused("not the name of a file|not there", "evaluate", "run")
+
+
 def header(described: Any, data: bytes = b"") -> bytes:
     raw = described if isinstance(described, bytes) else json.dumps(described).encode()
     return len(raw).to_bytes(8, "little") + raw + data

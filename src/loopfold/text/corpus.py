@@ -107,6 +107,9 @@ def read_text(sources: Sequence[str]) -> str:
 def _check_names(sources: Sequence[str]) -> None:
     if not sources or "" in sources:
         raise CorpusError(f"no text was named: name a file, a folder, - for {_STDIN}, or {PYTHON_DOCS}.")
+    for source in sources:
+        if "\0" in source:  # as no file has, but a run that someone else made may say
+            raise CorpusError(f"{source!r} is not the name of a file: name a text file.")
     if sources.count("-") > 1:
         raise CorpusError(f"- stands for {_STDIN}, which can be read only once: save it to a file and name that.")
 
