@@ -357,7 +357,7 @@ def test_text_that_cannot_be_used(tmp_path: Path, name: str, raw: bytes, message
         ("story.txt/x", "there is no file story.txt/x"),
         (
             "notes",
-            "the folder notes has no .txt files, only .md, .rst: name the files, as in loopfold train notes/*.md",
+            "the folder notes has no .txt files, only .md, .rst: name the files, as in notes/*.md",
         ),
         ("nothing", "the folder nothing has no files"),
         ("x" * 5000, "cannot be read (File name too long)"),

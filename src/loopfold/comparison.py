@@ -78,7 +78,8 @@ def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
     path = RunFolder(run.path).below("baselines", kind)
     if (path / "checkpoint.json").exists():
         return resume(path, watcher=watcher)
-    options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
+    plain = replace(run.options, cell="gru", recurrent_init=None, forget_bias=None, one_hot=False, tied=False)
+    options = replace(plain, model=kind, **BASELINES[kind])
     return train(options, path, watcher=watcher)
 
 

@@ -22,6 +22,17 @@ class Argument:
         return self.name if self.value is None else f"{self.name}={self.value!r}"
 
 
+@dataclass(frozen=True)
+class Spelt:
+    """Words of a message for someone who writes Python, and the same for someone who types commands."""
+
+    python: str
+    typed: tuple[object, ...]  # text, and an `Argument` for each flag
+
+    def __str__(self) -> str:
+        return self.python
+
+
 class Mendable(Exception):
     """An error whose message is its `args` joined: text, and an `Argument` for each one that it names."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from loopfold.backpropagation import Loss
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
+from loopfold.errors import Argument, Spelt
 from loopfold.recurrent import Bidirectional, plain_loops, recurrences_of
 from loopfold.states import State, leaves, map_state, name_of
 from loopfold.transitions import Embedded, Transition
@@ -222,13 +223,15 @@ class GradientFlow:
     reach: Tensor = field(init=False)
     rate: float = field(init=False)
     verdict: str = field(init=False)
+    said: tuple[object, ...] = field(init=False, repr=False)  # the verdict, with advice that others may spell otherwise
 
     def __post_init__(self) -> None:
         reach = _by_distance(self.norms)
         rate = _rate(reach)
         object.__setattr__(self, "reach", reach)
         object.__setattr__(self, "rate", rate)
-        object.__setattr__(self, "verdict", _verdict(reach, rate, self.gated))
+        object.__setattr__(self, "said", tuple(_verdict(reach, rate, self.gated)))
+        object.__setattr__(self, "verdict", "".join(map(str, self.said)))
 
     def draw(self) -> Drawing:
         """`norms` as a picture, k across and t downwards, with `reach` and `verdict`."""
@@ -347,32 +350,41 @@ def _rate(reach: Tensor) -> float:
     return math.exp(float(slope))
 
 
-def _verdict(reach: Tensor, rate: float, gated: bool) -> str:
+# Advice, for those who write Python and for those who type commands.
+CLIP = Spelt("Clip the gradient (torch.nn.utils.clip_grad_norm_)", ("Clip the gradient (", Argument("clip", 1.0), ")"))
+ORTHOGONAL = Spelt("recurrent_init=lf.Orthogonal()", (Argument("recurrent_init", "orthogonal"),))
+GATED = Spelt("(lf.LSTM, lf.GRU)", ("(", Argument("cell", "lstm"), ", ", Argument("cell", "gru"), ")"))
+OPEN = Spelt(
+    "an lf.LSTM with an open forget gate (forget_bias=1.0)",
+    ("an LSTM with an open forget gate (", Argument("cell", "lstm"), " ", Argument("forget_bias", 1.0), ")"),
+)
+NOTHING = Spelt(
+    "Look at loss_fn and at the outputs.", ("Its readout or its states are all zero: train it anew, or longer.",)
+)
+
+
+def _verdict(reach: Tensor, rate: float, gated: bool) -> list[object]:
     if not float(reach[0]):
-        return "no gradient: the loss does not depend on the states at all. Look at loss_fn and at the outputs."
+        return ["no gradient: the loss does not depend on the states at all. ", NOTHING]
     if len(reach) < 2 and bool(reach.isfinite().all()):
-        return "healthy: one step only, so there is nothing to carry."
+        return ["healthy: one step only, so there is nothing to carry."]
     if not bool(reach.isfinite().all()) or float(reach.max()) > EXPLODED:
         d = int((~(reach <= EXPLODED)).nonzero()[0])
-        cell = "" if gated else ", or use a gated cell (lf.LSTM, lf.GRU)"
         grows = f"explodes after about {d} steps: it grows {rate:.3g}-fold with every step back"
-        return (
-            f"{grows if d else 'explodes at once: it is not a finite number'}. Clip the gradient "
-            f"(torch.nn.utils.clip_grad_norm_), start W smaller or orthogonal (recurrent_init=lf.Orthogonal()){cell}."
-        )
+        begin = f"{grows if d else 'explodes at once: it is not a finite number'}. "
+        cell = [] if gated else [", or use a gated cell ", GATED]
+        return [begin, CLIP, ", start W smaller or orthogonal (", ORTHOGONAL, ")", *cell, "."]
     if float(reach.min()) < VANISHED:
         d = int((reach < VANISHED).nonzero()[0])
-        cell = "an lf.LSTM with an open forget gate (forget_bias=1.0)" if gated else "a gated cell (lf.LSTM, lf.GRU)"
-        return (
-            f"vanishes after about {d} steps: {rate:.3g} of it is left with every step back. Use {cell}, or start W "
-            f"orthogonal (recurrent_init=lf.Orthogonal())."
-        )
+        begin = f"vanishes after about {d} steps: {rate:.3g} of it is left with every step back. Use "
+        cell = [OPEN] if gated else ["a gated cell ", GATED]
+        return [begin, *cell, ", or start W orthogonal (", ORTHOGONAL, ")."]
     after = f"{float(reach[-1]):.2g} times its size after {len(reach) - 1} steps"
     if 0 < rate < 1:
         d = math.ceil(math.log(VANISHED) / math.log(rate))
         if d < LONG or float(reach[-1]) < FADED:
-            return (
+            return [
                 f"fades: {rate:.3g} of it is left with every step back, {after}. At this rate it vanishes after about "
                 f"{d}, so look at a longer sequence if causes may be further back than that."
-            )
-    return f"healthy: {rate:.3g} times its size with every step back, {after}."
+            ]
+    return [f"healthy: {rate:.3g} times its size with every step back, {after}."]

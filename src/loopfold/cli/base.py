@@ -1,28 +1,61 @@
-"""What all commands share: the app that they belong to, its errors, and how a run is named."""
+"""What all commands share: the app that they belong to, its errors, and how a run, a device or a part is named."""
 
+import importlib.util
+import io
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from loopfold.errors import Argument, Mendable
+from loopfold.cli.usage import usage
+from loopfold.errors import Argument, Mendable, Spelt
 
 app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Recurrent networks: train one on text, measure it beside honest baselines, let it write.",
 )
+
+
+# ------------------------------------------------------------------ arguments of several commands
+
+
+def completing(*names: str) -> Callable[[str], list[str]]:
+    """What the shell offers for an option whose value is one of these names."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+def cells(incomplete: str) -> list[str]:
+    """The cells of the library; read, since importing them takes PyTorch, which takes seconds."""
+    spec = importlib.util.find_spec("loopfold.transitions")
+    source = Path(spec.origin).read_text() if spec and spec.origin else ""
+    return completing(*re.findall(r'^ +stock_name = "(.+)"$', source, re.MULTILINE))(incomplete)
+
+
 RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold train` makes it.", show_default=False)]
 TrustOption = Annotated[
-    bool, typer.Option("--trust", help="Run the code of the run's own cell.py; asked once for each.")
+    bool, typer.Option("--trust", help="Run the code of the run's own cell.py; without it, asked once for each.")
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, or auto: cuda where there is a GPU that works, otherwise cpu.",
+        autocompletion=completing("cpu", "cuda", "auto"),
+    ),
+]
+PartOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Which part of the run's text: test, valid or train; by default test, or valid where that is missing.",
+        autocompletion=completing("test", "valid", "train"),
+    ),
 ]
 
 
@@ -38,12 +71,22 @@ def flag(name: str, value: object = None) -> str:
     return f"--{word}" if value is None or value is True else f"--{word} {value}"
 
 
+def spelt(parts: Iterable[object]) -> str:
+    """A message of the library, with its arguments as they are typed here."""
+    words = (part.typed if isinstance(part, Spelt) else (part,) for part in parts)
+    return "".join(flag(w.name, w.value) if isinstance(w, Argument) else str(w) for group in words for w in group)
+
+
+# ------------------------------------------------------------------ the command, and what goes wrong with it
+
+
 def main() -> None:
     """What the command `loopfold` runs."""
     before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
     try:
-        with _errors():
-            app()
+        with _errors(), _output():
+            code = app(standalone_mode=False, prog_name="loopfold")
+        sys.exit(code or 0)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -55,12 +98,27 @@ def _stop(number: int, frame: object) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+def _options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
     if version:
         from loopfold import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    """What a terminal cannot write, it writes as \\xff: names of files may be any bytes, and texts any characters."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    yield
+    if sys.stdout is not None:
+        sys.stdout.flush()  # now, when a full device can still be told of
 
 
 @contextmanager
@@ -68,20 +126,43 @@ def _errors() -> Iterator[None]:
     """Whatever a user can mend is one sentence and exit code 2, not a traceback."""
     try:
         yield
+    except BrokenPipeError:  # whoever read it, as head does, has read enough
+        _flush()
+        sys.exit(1)
     except Exception as error:
-        code = _exit_code(error)
+        code, said = _exit_code(error), _sentence(error)
         if code is None:
             raise
-        parts = error.args if isinstance(error, Mendable) else [error]
-        said = "".join(flag(part.name, part.value) if isinstance(part, Argument) else str(part) for part in parts)
-        line = " ".join(said.splitlines())
-        line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)  # names may be anyone's
-        typer.echo(f"loopfold: {line}", err=True)
-        sys.stdout.flush()
+        line = "".join(map(_printable, " ".join(said.splitlines())))
+        with suppress(OSError):
+            typer.echo(f"loopfold: {line}", err=True)
+        _flush()
         os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
 
 
+def _sentence(error: Exception) -> str:
+    if isinstance(error, Mendable):
+        return spelt(error.args)
+    if isinstance(error, typer.TyperException):
+        return usage(error, sys.argv[1:])
+    if isinstance(error, UnicodeEncodeError):
+        word = re.compile(r"[^\s\"'/]*$").search(error.object[: error.start])
+        name = (word[0] if word else "") + re.split(r"[\s\"'/]", error.object[error.start :], maxsplit=1)[0]
+        return f"{name!r} is not UTF-8: type it in UTF-8, or give the file another name."
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        if error.filename is None:
+            return f"what the command prints cannot be written: {reason}."
+        return f"{os.fsdecode(error.filename)} cannot be used: {reason}."
+    if _is_out_of_memory(error):
+        smaller = "--hidden-size, --streams or --window" if "train" in sys.argv else "number of what it is asked for"
+        return f"there is not enough memory for this: choose a smaller {smaller}."
+    return str(error)
+
+
 def _exit_code(error: Exception) -> int | None:
+    if isinstance(error, typer.TyperException):  # at once: what follows imports PyTorch
+        return 2 if error.exit_code == 2 else None  # what is typed wrong; others are faults of ours
     from loopfold.processes import ProcessLost
     from loopfold.training.loop import Diverged, Stopped
 
@@ -89,7 +170,36 @@ def _exit_code(error: Exception) -> int | None:
         return 128 + error.signal
     if isinstance(error, Diverged | ProcessLost):
         return 1
-    return 2 if isinstance(error, Mendable | ImportError) else None
+    if isinstance(error, UnicodeEncodeError):
+        return 2 if "surrogates" in error.reason else None  # what came as an argument and is no text
+    return 2 if isinstance(error, Mendable | ImportError | OSError) or _is_out_of_memory(error) else None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """By its words where PyTorch has no class for it."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and re.search("out of memory|not enough memory|allocate memory|size calculation overflowed", str(error))
+        is not None
+    )
+
+
+def _printable(c: str) -> str:
+    """A character of a message; names may be anyone's. A byte that is no UTF-8 stands as itself."""
+    if c.isprintable():
+        return c
+    number = ord(c)
+    return f"\\x{number - 0xDC00 if 0xDC80 <= number <= 0xDCFF else number:02x}"
+
+
+def _flush() -> None:
+    """What was printed before; where that cannot be written, it is given up, or Python would try again and complain."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _several() -> bool:

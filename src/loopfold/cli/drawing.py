@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopfold.cli.base import TrustOption, app
+from loopfold.cli.base import TrustOption, app, cells, completing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from loopfold.feeding import Feeding
 
+PATTERNS = (
+    "sequence-to-sequence",
+    "sequence-to-one",
+    "output-recurrence",
+    "vector-to-sequence",
+    "encoder-decoder",
+    "autoencoder",
+)
+FEEDINGS = ("teacher", "free", "scheduled")
 _READS, _UNITS, _OUTPUTS = 3, 4, 3  # a picture is the same at any size
 
 
@@ -27,27 +36,39 @@ def draw(
         typer.Argument(
             help="A run folder; a cell such as lstm or gru; or your own: path/to/file.py:Class.",
             show_default=False,
+            autocompletion=cells,
         ),
     ],
     steps: Annotated[int | None, typer.Option(help="Unfold it for so many steps; the circuit by default.")] = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients", help="The way back; of a run, with the sizes of its real gradients.")
+        bool, typer.Option("--gradients", help="The way back too; of a run, with the sizes of its real gradients.")
     ] = False,
-    operations: Annotated[bool, typer.Option("--operations", help="Every operation, not the variables alone.")] = False,
+    operations: Annotated[
+        bool, typer.Option("--operations", help="Every operation; the variables alone by default.")
+    ] = False,
     pattern: Annotated[
         str | None,
         typer.Option(
             help="Put the cell into a network: sequence-to-sequence, sequence-to-one, output-recurrence, "
-            "vector-to-sequence, encoder-decoder or autoencoder."
+            "vector-to-sequence, encoder-decoder or autoencoder; by default the cell alone.",
+            autocompletion=completing(*PATTERNS),
         ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the cell on top of each other.")] = 1,
-    bidirectional: Annotated[bool, typer.Option("--bidirectional", help="Each layer reads both ways.")] = False,
+    bidirectional: Annotated[
+        bool, typer.Option("--bidirectional", help="Each layer reads both ways; forwards by default.")
+    ] = False,
     feeding: Annotated[
-        str | None, typer.Option(help="What goes back in: teacher (the truth), free (the model's own), scheduled.")
+        str | None,
+        typer.Option(
+            help="What goes back in: teacher (the truth), free (the model's own), scheduled; by default what the "
+            "pattern has.",
+            autocompletion=completing(*FEEDINGS),
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot.", show_default=False)
+        Path | None,
+        typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot; by default NAME-circuit.svg or so."),
     ] = None,
     trust: TrustOption = False,
 ) -> None:
@@ -55,7 +76,7 @@ def draw(
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.errors import OptionError
-    from loopfold.training.folder import RunError
+    from loopfold.training.folder import ELSEWHERE, RunError
 
     y: Tensor | None = None
     if gradients and steps is None:
@@ -86,7 +107,7 @@ def draw(
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
     except OSError as error:
-        raise RunError(str(error)) from error
+        raise RunError(f"{error} ", *ELSEWHERE) from error
     typer.echo(f"{picture.title}: {path}")
 
 
@@ -142,16 +163,17 @@ def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -
         encoder = layer(reads)
         return encoder, layer(encoder.hidden_size + _OUTPUTS, both=False)
 
-    patterns: dict[str, Callable[[], Any]] = {
-        "sequence-to-sequence": lambda: SequenceToSequence(layer(_READS), Classes(_OUTPUTS)),
-        "sequence-to-one": lambda: SequenceToOne(layer(_READS), Classes(_OUTPUTS)),
-        "output-recurrence": output_recurrence,
-        "vector-to-sequence": lambda: VectorToSequence(layer(_READS + _OUTPUTS), Classes(_OUTPUTS)),
-        "encoder-decoder": lambda: EncoderDecoder(*both_parts(_READS), Classes(_OUTPUTS)),
-        "autoencoder": lambda: Autoencoder(*both_parts(_OUTPUTS), Reals(_OUTPUTS)),
-    }
+    makers: list[Callable[[], Any]] = [
+        lambda: SequenceToSequence(layer(_READS), Classes(_OUTPUTS)),
+        lambda: SequenceToOne(layer(_READS), Classes(_OUTPUTS)),
+        output_recurrence,
+        lambda: VectorToSequence(layer(_READS + _OUTPUTS), Classes(_OUTPUTS)),
+        lambda: EncoderDecoder(*both_parts(_READS), Classes(_OUTPUTS)),
+        lambda: Autoencoder(*both_parts(_OUTPUTS), Reals(_OUTPUTS)),
+    ]
+    patterns = dict(zip(PATTERNS, makers, strict=True))
     try:
-        return layer(_READS) if pattern is None else patterns[choose("pattern", pattern, tuple(patterns))]()
+        return layer(_READS) if pattern is None else patterns[choose("pattern", pattern, PATTERNS)]()
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
 
@@ -160,9 +182,5 @@ def _feeding(name: str) -> "Feeding":
     from loopfold.errors import choose
     from loopfold.feeding import FreeRunning, ScheduledSampling, TeacherForcing
 
-    kinds: dict[str, Feeding] = {
-        "teacher": TeacherForcing(),
-        "free": FreeRunning(),
-        "scheduled": ScheduledSampling(0.5),
-    }
-    return kinds[choose("feeding", name, tuple(kinds))]
+    kinds: list[Feeding] = [TeacherForcing(), FreeRunning(), ScheduledSampling(0.5)]
+    return dict(zip(FEEDINGS, kinds, strict=True))[choose("feeding", name, FEEDINGS)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopfold.cli.base import RunArgument, TrustOption, app
+from loopfold.cli.base import DeviceOption, PartOption, RunArgument, TrustOption, app, completing
 
 if TYPE_CHECKING:
     from loopfold.evaluation import Ledger
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
 def evaluate(
     run: RunArgument,
     text: Annotated[
-        list[str] | None, typer.Argument(help="Another text to score, whole, in place of the run's own.")
+        list[str] | None, typer.Argument(help="Another text to score, whole; the run's own by default.")
     ] = None,
-    on: Annotated[
-        str | None, typer.Option(help="Which part of the run's text: test, valid or train; test, if there is one.")
-    ] = None,
+    on: PartOption = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Begin with an empty state every --window tokens, in place of carrying it.")
+        bool, typer.Option("--cold", help="Begin with an empty state every --window tokens; it is carried by default.")
     ] = False,
     window: Annotated[int, typer.Option(min=1, help="Steps at a time; changes the value only with --cold.")] = 128,
     streams: Annotated[int, typer.Option(min=1, help="Parts read side by side; never changes the value.")] = 32,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: DeviceOption = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
@@ -83,12 +81,18 @@ def _describe(ledger: "Ledger", text: str, window: int) -> str:
 )
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="One or more run folders on the same text.", show_default=False)],
-    on: Annotated[str | None, typer.Option(help="test or valid; test by default, if there is one.")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="test or valid; by default test, or valid where that is missing.",
+            autocompletion=completing("test", "valid"),
+        ),
+    ] = None,
     neural: Annotated[bool, typer.Option(help="Train the window and the convolution too.")] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: DeviceOption = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display; it is shown by default.")] = False,
 ) -> None:
     """A table of the run beside uniform, n-gram, window and convolution models, on the same text and ledger."""
     from loopfold import comparison
@@ -146,18 +150,24 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
 @app.command(epilog="**Example:** `loopfold generate runs/bard --prompt 'ROMEO:' --temperature 0.8 --length 500`.")
 def generate(
     run: RunArgument,
-    prompt: Annotated[str, typer.Option(help="What to go on from.")] = "",
+    prompt: Annotated[str, typer.Option(help="What to go on from; nothing by default.")] = "",
     length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 500,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Below 1: safer; above 1: wilder; 0: always the likeliest.")
     ] = 1.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Only the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Only the likeliest that make up this probability.")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
-    beam: Annotated[int | None, typer.Option(min=1, help="Search for a likely text with so many beginnings.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Only the k likeliest tokens; all by default.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the likeliest that make up this probability; all by default.")
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always the likeliest token; by default one is drawn.")
+    ] = False,
+    beam: Annotated[
+        int | None, typer.Option(min=1, help="Search for a likely text with so many beginnings; by default none.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="So many texts, side by side.")] = 1,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="The same seed writes the same text.")] = 0,
+    device: DeviceOption = "cpu",
     trust: TrustOption = False,
 ) -> None:
     """Let a trained model write. Text appears as it is written; every token costs the same, however long the text."""
@@ -173,7 +183,7 @@ def generate(
         before.clear()
 
     try:
-        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, device)
+        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, str(next(found.model.parameters()).device))
         if samples == 1:
             write(found.model, found.vocabulary, prompt, length, pick, show)
         else:

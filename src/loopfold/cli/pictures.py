@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopfold.cli.base import RunArgument, TrustOption, app
+from loopfold.cli.base import DeviceOption, PartOption, RunArgument, TrustOption, app, flag, spelt
 
 if TYPE_CHECKING:
     from loopfold.drawing.figure import Drawing
     from loopfold.gradients import GradientFlow
     from loopfold.probing import Tracked
     from loopfold.spectrum import Eigenvalues
+    from loopfold.training.options import Options
     from loopfold.training.run import Run
 
 # ------------------------------------------------------------------ gradients
@@ -29,10 +30,8 @@ def gradients(
     steps: Annotated[
         int, typer.Option(min=1, help="Steps of a passage; the time it takes grows with its square.")
     ] = 64,
-    on: Annotated[
-        str | None, typer.Option(help="Which part of the run's text: test, valid or train; test, if there is one.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    on: PartOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Where gradients vanish or explode, what each step adds, the eigenvalues of W, and which unit tracks what."""
@@ -59,13 +58,14 @@ def gradients(
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
     drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
     paths = _save(drawings, out or RunFolder(run).below("pictures"))
+    verdict = spelt(flow.said) + _already(found.options)
     passages = f"{on} text, {x.shape[1]} passage{'s'[: x.shape[1] > 1]} of {len(x)} {found.vocabulary.unit}s"
     if as_json:
         data = {
             "on": on,
             "steps": len(x),
             "passages": x.shape[1],
-            "verdict": flow.verdict,
+            "verdict": verdict,
             "rate": flow.rate,
             "reach": [d if math.isfinite(d) else None for d in flow.reach.tolist()],
             "spectral_radius": spectrum.radius if spectrum else {},
@@ -74,7 +74,14 @@ def gradients(
         }
         typer.echo(json.dumps(data, indent=1))
     else:
-        typer.echo(_describe(passages, flow, _radii(spectrum, without), states.tracking, paths))
+        typer.echo(_describe(passages, verdict, flow, _radii(spectrum, without), states.tracking, paths))
+
+
+def _already(options: "Options") -> str:
+    """Which advice was taken, since what training made of it is not the start any more."""
+    given = {"recurrent_init": options.recurrent_init, "forget_bias": options.forget_bias}
+    flags = " ".join(flag(name, value) for name, value in given.items() if value is not None)
+    return f" (It began with {flags}.)" if flags else ""
 
 
 def _spectrum(run: "Run") -> "tuple[Eigenvalues | None, str]":
@@ -94,11 +101,13 @@ def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]
     except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror or error}. ", *ELSEWHERE) from error
+        said = f"{folder} cannot be written: {error.strerror}." if error.strerror else str(error)
+        raise RunError(f"{said} ", *ELSEWHERE) from error
 
 
 def _describe(
     passages: str,
+    verdict: str,
     flow: "GradientFlow",
     radii: list[str],
     tracking: "list[Tracked]",
@@ -108,7 +117,7 @@ def _describe(
     distances = sorted({d for d in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if d < last} | {last})
     lines = [
         f"{'text':<24}{passages}",
-        f"{'gradient':<24}{flow.verdict}",
+        f"{'gradient':<24}{verdict}",
         "",
         f"{'distance d = t - k':<24}‖∂L(t)/∂h(k)‖, relative to d = 0",
         *(f"{d:<24}{float(flow.reach[d]):.3g}" for d in distances),
@@ -141,7 +150,7 @@ def report(
     passage: Annotated[
         str | None, typer.Option(help="Text to show the hidden states of; by default the held-out text's beginning.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     trust: TrustOption = False,
 ) -> None:
     """One page on a run, for a browser: curve, table, graphs, gradients, hidden states and samples. Works offline."""

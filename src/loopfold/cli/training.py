@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, flag
+from loopfold.cli.base import TrustOption, app, cells, completing, flag
 from loopfold.errors import OptionError
 from loopfold.training.options import PRESETS, Options, preset
 
@@ -29,10 +29,19 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
     """None by default, which leaves the option to the preset."""
     about = f"{option.metadata['help']} {_defaults(option.name)}"
-    info = typer.Option(help=about, show_default=False, rich_help_panel="Options of the run")
+    info = typer.Option(
+        help=about, show_default=False, rich_help_panel="Options of the run", autocompletion=_completion(option)
+    )
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
+
+
+def _completion(option: Field[Any]) -> Callable[[str], list[str]] | None:
+    """What the shell offers for an option: names, where its value is one."""
+    limits = option.metadata["limits"]
+    known = {"cell": cells, "device": completing("cpu", "cuda", "auto")}
+    return completing(*limits) if isinstance(limits, tuple) else known.get(option.name)
 
 
 def _defaults(name: str) -> str:
@@ -67,6 +76,7 @@ def train(
         str | None,
         typer.Option(
             "--preset",
+            autocompletion=completing(*PRESETS),
             help="quick (the default: a minute or two), standard (ten minutes) or words; other flags change it.",
         ),
     ] = None,

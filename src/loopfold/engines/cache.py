@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
 _log = logging.getLogger("loopfold")
@@ -34,7 +35,13 @@ def write(key: str, image: bytes) -> None:
             file.write_bytes(image + hashlib.sha256(image).digest())
             file.replace(folder / f"{key}.kernel")
     except (OSError, RuntimeError) as error:
-        _log.warning("compiled kernels cannot be kept: %s", error)
+        _warn(str(error))
+
+
+@cache
+def _warn(error: str) -> None:
+    """Once, not for every kernel."""
+    _log.warning("compiled kernels cannot be kept: %s", error)
 
 
 def tell(name: str, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from shlex import quote
 from typing import TextIO
@@ -20,6 +22,19 @@ from loopfold.errors import Mendable
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
 _STDIN = "standard input"
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # by which module of Python; some builds lack the last two
+# what files begin with that are no text, and are not to be converted by iconv
+_NO_TEXT = {
+    b"%PDF": "a PDF",
+    b"PK\x03\x04": "a zip archive, as .docx and .epub are",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"GIF8": "a picture",
+    b"\x1f\x8b": "compressed by gzip, which a name that ends in .gz would tell",
+    b"BZh": "compressed by bzip2, which a name that ends in .bz2 would tell",
+    b"\xfd7zXZ": "compressed by xz, which a name that ends in .xz would tell",
+    b"\x7fELF": "a program",
+}
 
 
 class CorpusError(Mendable, ValueError):
@@ -60,7 +75,8 @@ def read_corpus(
     """The text of `sources`, one after the other, split by `split` or whole where `valid` or `test` are given.
 
     A source is a file, a folder (all `*.txt` in it), `-` for standard input, or `python-docs`; `./python-docs` is a
-    file of that name. `split` holds the shares of training, validation and test text.
+    file of that name. Files may be compressed, as `*.txt.gz`, `.bz2` or `.xz`. `split` holds the shares of training,
+    validation and test text.
 
     >>> corpus = read_corpus(["python-docs"], split=(8, 1, 1))
     >>> 7 < len(corpus.train) / len(corpus.test) < 9
@@ -91,6 +107,9 @@ def read_text(sources: Sequence[str]) -> str:
 def _check_names(sources: Sequence[str]) -> None:
     if not sources or "" in sources:
         raise CorpusError(f"no text was named: name a file, a folder, - for {_STDIN}, or {PYTHON_DOCS}.")
+    for source in sources:
+        if "\0" in source:  # as no file has, but a run that someone else made may say
+            raise CorpusError(f"{source!r} is not the name of a file: name a text file.")
     if sources.count("-") > 1:
         raise CorpusError(f"- stands for {_STDIN}, which can be read only once: save it to a file and name that.")
 
@@ -149,7 +168,7 @@ def _read(source: str) -> str:
             text = _decode(_read_stdin(sys.stdin), name)
         else:
             files = _files(path) if path.is_dir() else [path]
-            text = _join([_decode(file.read_bytes(), str(file)) for file in files])
+            text = _join([_decode(_bytes(file), str(file)) for file in files])
     except (FileNotFoundError, NotADirectoryError):
         raise CorpusError(_missing(path)) from None
     except OSError as error:
@@ -170,25 +189,67 @@ def _read_stdin(stream: TextIO) -> bytes:
     return stream.buffer.read()
 
 
+def _bytes(file: Path) -> bytes:
+    """What a file holds, decompressed; or what comes out of a pipe, as <(…) of a shell is."""
+    kind = os.stat(file).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or os.path.samefile(file, os.devnull)):
+        raise CorpusError(f"{file} is a device or a socket, and its end may never come: name a file with text.")
+    raw = file.read_bytes()
+    module = _COMPRESSED.get(file.suffix.lower())
+    if module is None:
+        return raw
+    try:
+        data: bytes = import_module(module).decompress(raw)
+        return data
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # each of them has its own
+        raise CorpusError(
+            f"{file} cannot be decompressed ({error}): it is damaged, or not what its name says. Get it again."
+        ) from None
+
+
+def is_there_once(source: str) -> bool:
+    """Whether a source is a pipe or a device, which cannot be read a second time."""
+    return os.path.exists(source) and not (os.path.isfile(source) or os.path.isdir(source))
+
+
 def _files(folder: Path) -> list[Path]:
-    below = [p for p in folder.rglob("*") if not any(n.startswith(".") for n in p.relative_to(folder).parts)]
-    files = sorted(p for p in below if p.is_file())
-    texts = [p for p in files if p.suffix.lower() == ".txt"]
+    below: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        below += [Path(place, name) for name in names if not name.startswith(".")]
+    files = sorted(p for p in below if p.is_file())  # not a pipe, which would have to be waited for
+    texts = [p for p in files if p.suffix.lower() == ".txt" or _is_compressed_text(p)]
     if not files:
         raise CorpusError(f"the folder {folder} has no files: name a file with text, or another folder.")
+    if not texts and (folder / "checkpoint.json").is_file():
+        raise CorpusError(f"{folder} is the folder of a run and holds no text: name a file with text.")
     if not texts:
         common = [suffix for suffix, _ in Counter(p.suffix for p in files).most_common(5)]
         raise CorpusError(
             f"the folder {folder} has no .txt files, only {', '.join(s or 'names without a suffix' for s in common)}: "
-            f"name the files, as in loopfold train {quote(str(folder))}/*{common[0]}"
+            f"name the files, as in {quote(str(folder))}/*{common[0]}"
         )
     return texts
 
 
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be looked into: half of a text is not the text."""
+    raise error
+
+
+def _is_compressed_text(path: Path) -> bool:
+    return path.suffix.lower() in _COMPRESSED and Path(path.stem).suffix.lower() == ".txt"
+
+
 def _decode(raw: bytes, name: str) -> str:
+    kind = next((kind for begin, kind in _NO_TEXT.items() if raw.startswith(begin)), None)
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
+        if kind:
+            raise CorpusError(f"{name} is not text: it is {kind}. Name a text file in UTF-8.") from None
         encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
         old = "old.txt" if name == _STDIN else quote(name)
         raise CorpusError(
@@ -196,7 +257,8 @@ def _decode(raw: bytes, name: str) -> str:
             f"iconv -f {encoding} -t utf-8 {old} > new.txt and name new.txt."
         ) from None
     if "\0" in text:
-        raise CorpusError(f"{name} is not text: byte {raw.index(0)} is NUL. Name a text file in UTF-8.")
+        why = f"it is {kind}" if kind else f"byte {raw.index(0)} is NUL"
+        raise CorpusError(f"{name} is not text: {why}. Name a text file in UTF-8.")
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -3,14 +3,15 @@
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from loopfold.errors import OptionError, choose
+from loopfold.errors import Argument, OptionError, choose
 from loopfold.states import name_of
-from loopfold.transitions import CELLS
+from loopfold.transitions import CELLS, Initialiser, Orthogonal, ScaledIdentity, Uniform
 
 
 def name_of_cell(kind: type[nn.Module]) -> str:
@@ -31,16 +32,25 @@ def name_of_cell(kind: type[nn.Module]) -> str:
     return f"{path}:{kind.__name__}"
 
 
-def make_cell(name: str, input_size: int, hidden_size: int) -> nn.Module:
-    """A cell by its name. One of the user's own is made as `Class(input_size, hidden_size)`."""
+STARTS: dict[str, Initialiser] = {"uniform": Uniform(), "orthogonal": Orthogonal(), "identity": ScaledIdentity()}
+
+
+def make_cell(name: str, input_size: int, hidden_size: int, **starts: Any) -> nn.Module:
+    """A cell by its name. One of the user's own is made as `Class(input_size, hidden_size)`.
+
+    `starts` are how it starts, `recurrent_init` and `forget_bias`; those that a class does not take are refused.
+    """
     if ":" not in name:
         if name.endswith(".py"):
             raise OptionError(f"{name} may hold several classes; say which one is the cell: {name}:MyCell.")
-        return CELLS[choose("cell", name, tuple(CELLS))](input_size, hidden_size)
+        stock = CELLS[choose("cell", name, tuple(CELLS))]
+        _check_starts(stock, name, starts)
+        return stock(input_size, hidden_size, **starts)
     path, _, wanted = name.rpartition(":")
     kind = _load_class(Path(path), wanted)
+    _check_starts(kind, wanted, starts)
     try:
-        cell = kind(input_size, hidden_size)
+        cell = kind(input_size, hidden_size, **starts)
     except Exception as error:
         raise OptionError(
             f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), "
@@ -49,6 +59,13 @@ def make_cell(name: str, input_size: int, hidden_size: int) -> nn.Module:
     if not isinstance(cell, nn.Module):
         raise OptionError(f"{wanted} of {path} must be a torch.nn.Module with forward(state, x); got {name_of(cell)}.")
     return cell
+
+
+def _check_starts(kind: Any, name: str, starts: Mapping[str, Any]) -> None:
+    for start in starts:
+        if start not in inspect.signature(kind).parameters:
+            have = " and ".join(known for known, cell in CELLS.items() if start in inspect.signature(cell).parameters)
+            raise OptionError(f"{name} takes no {start}, only {have} do: leave out ", Argument(start), ".")
 
 
 def check_cell(name: str) -> None:

@@ -397,7 +397,9 @@ def _writing(path: Path) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             space = f"no space is left on the disk of {path}. Free some, then "
             raise RunError(space, RESUME, " if there is a checkpoint.") from error
-        raise RunError(f"{path} cannot be written: {error.strerror}. ", *ELSEWHERE) from error
+        there = os.path.exists(path / "checkpoint.json")  # a run that goes on cannot be put elsewhere by a word
+        advice = ("Make it writable, or copy it to where you may write.",) if there else ELSEWHERE
+        raise RunError(f"{path} cannot be written: {error.strerror}. ", *advice) from error
 
 
 def _sha256(data: bytes) -> str:

@@ -20,7 +20,7 @@ from loopfold.evaluation import perplexity
 from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes, ProcessLost, join_processes
 from loopfold.states import detached, leaves
-from loopfold.text.corpus import Corpus, read_corpus
+from loopfold.text.corpus import Corpus, is_there_once, read_corpus
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens
 from loopfold.training import trust as trusted
@@ -97,11 +97,15 @@ def train(
 
     `out`  the folder, which must not exist yet or be empty; by default runs/NAME-N, with the first N that is free
     """
-    check_device(options.device)
-    processes = join_processes(options.device)
+    processes = join_processes(check_device(options.device))
     _check_shares(options.streams, processes)
     if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
+    for source in (*options.sources, options.valid, options.test):
+        if source and is_there_once(source):
+            raise OptionError(
+                f"{source} is not a file, so the run could not read it again: save it to one, or pipe it in and name -."
+            )
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     if options.patience is not None and not corpus.valid:
         raise OptionError(
@@ -154,8 +158,7 @@ def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float =
     """
     folder = RunFolder.find(Path(path))
     options = folder.options
-    check_device(options.device)
-    processes = join_processes(options.device)
+    processes = join_processes(check_device(options.device))
     with folder.locked() if processes.first else nullcontext():
         RunFolder.open(folder.path)  # only now: while another process trains, its files change
         check_trust(folder, trust)
@@ -171,7 +174,7 @@ def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float =
 
 
 def _go_on(job: _Job, processes: Processes, watcher: Watcher, save_every: float) -> Run:
-    job.model.to(job.options.device)
+    job.model.to(check_device(job.options.device))
     path = job.folder.path
     with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(path):
         _loop(job, processes, watcher, interrupts, save_every)
@@ -187,6 +190,7 @@ def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Inter
     steps = max(1, round(options.epochs * len(streams)))
     evaluate_every = options.evaluate_every or len(streams)
     cold = model.initial_context(streams.count)
+    device = next(model.parameters()).device
 
     optimiser = _optimiser(options, model)
     progress = Progress.of(folder)
@@ -215,7 +219,7 @@ def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Inter
         window = mine[place]
         rate = _set_rate(optimiser, options, progress.step, steps)
         torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
-        tokens, count = window.tokens.to(options.device), streams.tokens_in(place)
+        tokens, count = window.tokens.to(device), streams.tokens_in(place)
         scored = parallel(tokens, context, window.lengths)
         loss = scored.nll.sum() * (processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
         optimiser.zero_grad()

@@ -10,7 +10,7 @@ from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.language.window import ConvolutionLM, WindowLM
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
-from loopfold.training.cells import make_cell
+from loopfold.training.cells import STARTS, make_cell
 from loopfold.training.options import Options
 
 
@@ -33,6 +33,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
     n = options.hidden_size
     with torch.random.fork_rng(devices=[]), _mendable():
         torch.manual_seed(options.seed)
+        starts = _starts(options)
         if options.model == "window":
             return WindowLM(vocabulary_size, options.span, options.embedding_size or n, n, options.dropout)
         if options.model == "convolution":
@@ -43,7 +44,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
             raise OptionError("one-hot vectors have no table to tie the readout to: use ", *either, ".")
         embedding_size = None if options.one_hot else options.embedding_size or n
         first = vocabulary_size if embedding_size is None else embedding_size
-        cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]
+        cells = [make_cell(options.cell, first if k == 0 else n, n, **starts) for k in range(options.layers)]
         with _mendable(*([" Or untie them: ", Argument("tied", False), "."] if options.tied else [])):
             return recurrent_lm(
                 vocabulary_size,
@@ -53,6 +54,15 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
                 variational=options.variational,
                 tied=options.tied,
             )
+
+
+def _starts(options: Options) -> dict[str, object]:
+    """How the cells start, where that is not left to them."""
+    given = {"recurrent_init": options.recurrent_init, "forget_bias": options.forget_bias}
+    starts: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if starts and options.model != "recurrent":
+        raise OptionError(f"a {options.model} has no cell: leave out ", Argument([*starts][0]), ".")
+    return starts | ({"recurrent_init": STARTS[options.recurrent_init]} if options.recurrent_init else {})
 
 
 @contextmanager

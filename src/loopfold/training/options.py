@@ -41,7 +41,7 @@ class Options:
 
     # the text
     sources: tuple[str, ...] = _option(
-        ("python-docs",), "Files or folders of UTF-8 text, - for standard input; python-docs by default."
+        ("python-docs",), "Files or folders of UTF-8 text, also as .gz; - for standard input; python-docs by default."
     )
     split: tuple[float, float, float] = _option((90, 5, 5), "Shares of train/valid/test.")
     valid: str | None = _option(None, "A valid text of its own; then TEXT is all for training.")
@@ -56,6 +56,14 @@ class Options:
     # a class is also accepted: it becomes its name
     cell: str = _option(
         "gru", "lstm, gru, elman, … or your own: path/to/file.py:Class. A wrong name is answered with all of them."
+    )
+    recurrent_init: str | None = _option(
+        None, "How W starts, by default as the cell has it", ("uniform", "orthogonal", "identity")
+    )
+    forget_bias: float | None = _option(
+        None,
+        "What the forget gate of an LSTM starts with; 1 helps long memories. By default as the cell has it.",
+        Limits("from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
     )
     hidden_size: int = _option(256, "Units in a layer.", AT_LEAST_1)
     layers: int = _option(1, "Layers on top of each other.", AT_LEAST_1)
@@ -94,7 +102,7 @@ class Options:
         "For the first weights and for dropout.",
         Limits(f"from 0 to {(1 << 63) - 1}", lambda n: 0 <= n < 1 << 63),
     )
-    device: str = _option("cpu", "cpu or cuda.")
+    device: str = _option("cpu", "cpu, cuda, or auto: cuda where there is a GPU that works, otherwise cpu.")
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, str | PathLike):
@@ -107,6 +115,10 @@ class Options:
             from loopfold.training.cells import name_of_cell
 
             object.__setattr__(self, "cell", name_of_cell(self.cell))
+        for source in (*(self.sources if isinstance(self.sources, tuple) else ()), self.valid, self.test, self.cell):
+            if isinstance(source, str) and any("\ud800" <= c <= "\udfff" for c in source):
+                kept = f"{source!r} is not UTF-8, and a run folder keeps it as text"
+                raise OptionError(f"{kept}: give the file, or the folder that it is in, another name.")
         for option in fields(self):
             value, limits = getattr(self, option.name), option.metadata["limits"]
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,6 @@
 """A run opened: its model at its best, the text that it was trained on, read again, and passages of it."""
 
 import math
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from loopfold.drawing.charts import learning_curves
 from loopfold.drawing.figure import Drawing
 from loopfold.errors import Argument, OptionError, choose
 from loopfold.language.base import LanguageModel
-from loopfold.text.corpus import Corpus, read_corpus
+from loopfold.text.corpus import Corpus, is_there_once, read_corpus
 from loopfold.text.vocabulary import Tokens, Vocabulary
 from loopfold.training import trust as trusted
 from loopfold.training.checkpoint import model_with
@@ -131,7 +130,7 @@ def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False) -> R
 
     `trust`  run the code of its `cell.py`, where it has one; needed once for each that you have not trained with
     """
-    check_device(device)
+    device = check_device(device)
     for attempt in range(ATTEMPTS):
         before = RunFolder(Path(path)).step()
         try:
@@ -164,14 +163,23 @@ def check_trust(folder: RunFolder, trust: bool) -> None:
         )
 
 
-def check_device(device: str) -> None:
+def check_device(device: str) -> str:
+    """The device, if it can be used; "auto" is CUDA where a GPU is there and works, otherwise the CPU."""
+    if device == "auto":
+        try:
+            return check_device("cuda")
+        except OptionError:
+            return "cpu"
     try:
         torch.zeros(1, device=device).tolist()  # a tensor on `meta` holds nothing
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
-        reason = str(error).partition("\n")[0].rstrip(".")
+        reason = str(error).partition("\n")[0].rstrip(".!")
+        if reason.startswith("Expected one of"):  # a list of twenty, most of which we could not use
+            reason = "there is no such device"
         raise OptionError(
             f"device {device!r} cannot be used: {reason}. Use ", Argument("device", "cpu"), "."
         ) from error
+    return device
 
 
 # ------------------------------------------------------------------ the text
@@ -179,7 +187,7 @@ def check_device(device: str) -> None:
 
 def read_again(options: Options, folder: RunFolder) -> Corpus:
     for source in (*options.sources, options.valid, options.test):
-        if source and os.path.exists(source) and not (os.path.isfile(source) or os.path.isdir(source)):
+        if source and is_there_once(source):
             raise RunError(f"the text of {folder.path} is {source}, which is not a file and cannot be read again.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     check_same_text(corpus, folder)
