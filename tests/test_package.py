@@ -28,7 +28,8 @@ PUBLIC = """
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM count_parameters
-    Ledger perplexity Options OptionError preset Run RunError train resume open_run Watcher Terminal Stopped Diverged
+    Ledger perplexity token_losses Options OptionError preset Run RunError train resume open_run pack_run Watcher
+    Terminal Stopped Diverged
     fit Fit
     Beam generate hidden_states HiddenStates Tracked Row compare write_report
 """

@@ -330,8 +330,9 @@ def test_every_command_asks_before_it_runs_code(arguments: tuple[str, ...], stra
 
 
 def test_every_command_that_opens_a_run_is_among_these() -> None:
+    """These two open none: one copies files, the other reads JSON."""
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
-    assert {use[0] for use in USES} == commands
+    assert {use[0] for use in USES} == commands - {"pack", "list"}
 
 
 def test_functions_ask_too(strange: Path) -> None:
@@ -453,21 +454,37 @@ def files_of(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir() if p.is_file())
 
 
-def all_uses(path: Path) -> list[Callable[[], object]]:
-    return [lambda: open_run(path), lambda: resume(path), lambda: open_run(path).learning_curve()]
+def uses_of(path: Path, name: str) -> list[Callable[[], object]]:
+    """All that is done with a file: opening a run leaves alone what only training, or only the curve, needs."""
+    checkpoint = RunFolder(path).checkpoint
+    uses: dict[str, Callable[[], object]] = {
+        "open": lambda: open_run(path),
+        "resume": lambda: resume(path),
+        "draw": lambda: open_run(path).learning_curve(),
+    }
+    only = {
+        "comparison.json": ["draw"],
+        "metrics.jsonl": ["resume", "draw"],
+        "stdin.txt": ["resume"],
+        checkpoint["state"]: ["resume"],
+        checkpoint["weights"]: ["resume"],
+        checkpoint["best"]: [*uses],
+    }
+    return [uses[use] for use in only.get(name, [*uses])]
 
 
 def test_a_link_in_place_of_a_file_is_refused(run: Path, tmp_path: Path) -> None:
     """Each of them in turn. What it leads to is neither read nor written."""
     assert len(files_of(run)) == 10
     for name in files_of(run):
+        uses = uses_of(run, name)
         outside = tmp_path / f"outside-{name}"
         (run / name).rename(outside)
         (run / name).symlink_to(outside)
         with outside.open("ab") as file:
             file.write(b"\n" if name == "metrics.jsonl" else b"")  # something to cut off
         before = outside.read_bytes()
-        for use in all_uses(run)[0 if name != "comparison.json" else 2 :]:
+        for use in uses:
             with pytest.raises(
                 RunError, match=rf"^{run / name} cannot be (read|written): it is a symbolic link.+there\.$"
             ):
@@ -475,13 +492,14 @@ def test_a_link_in_place_of_a_file_is_refused(run: Path, tmp_path: Path) -> None
         assert outside.read_bytes() == before
         (run / name).unlink()
         (run / name).write_bytes(before)
-    for use in all_uses(run):
+    for use in uses_of(run, "config.json"):
         use()
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
 def test_what_is_no_plain_file_is_refused_and_not_waited_for(kind: str, run: Path) -> None:
     for name in files_of(run):
+        uses = uses_of(run, name)
         (run / name).rename(run / "kept")
         if kind == "a pipe":
             os.mkfifo(run / name)
@@ -489,7 +507,7 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(kind: str, run: Pat
             (run / name).symlink_to("/dev/zero")
         else:
             (run / name).mkdir()
-        for use in all_uses(run)[0 if name != "comparison.json" else 2 :]:
+        for use in uses:
             with pytest.raises(
                 RunError, match=rf"{run / name} cannot be read: it is (not a plain file|a symbolic link)"
             ):
@@ -515,6 +533,7 @@ def test_a_new_run_may_be_made_through_a_link(text: Path, tmp_path: Path) -> Non
 )
 @pytest.mark.parametrize("key", ["weights", "best", "state", "files"])
 def test_a_checkpoint_names_no_place_outside(key: str, bad: str, run: Path) -> None:
+    uses = uses_of(run, "checkpoint.json")
     checkpoint = json.loads((run / "checkpoint.json").read_text())
     if key == "files":
         checkpoint["files"][bad] = "0" * 64
@@ -522,7 +541,7 @@ def test_a_checkpoint_names_no_place_outside(key: str, bad: str, run: Path) -> N
         checkpoint["files"][bad] = checkpoint["files"][checkpoint[key]]
         checkpoint[key] = bad
     sign_checkpoint(run, checkpoint)
-    for use in all_uses(run):
+    for use in uses:
         with pytest.raises(RunError, match=rf"^{run}/checkpoint.json is damaged: .*{bad!r}"):
             use()
 

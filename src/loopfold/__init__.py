@@ -3,7 +3,7 @@
 The modules in the order in which data flows; each imports only from those above it.
 
     errors           errors that the user can mend, in words for Python and for the command line
-    files            a file is written as a whole or not at all
+    files            a file is written as a whole or not at all; archives
     undoing          how the contents of lists, modules, sources of random numbers, … are read, compared and put back
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     casts            torch.autocast around a call: what it was told, without it, with it again
@@ -38,7 +38,8 @@ The modules in the order in which data flows; each imports only from those above
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
-    training         options, cells, making; contents and folder (a run on disk), checkpoint, table, run, watching, loop
+    training         options, cells, making; contents, stored, folder, packed (a run on disk), listing, checkpoint,
+                     table, run, watching, loop
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

@@ -1,19 +1,23 @@
 """A run beside its baselines, all on the same text, in the same tokens, by the same ledger."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from loopfold.evaluation import perplexity
 from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.text.vocabulary import Tokens
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunFolder
 from loopfold.training.loop import resume, train
-from loopfold.training.run import Run
-from loopfold.training.table import Row
+from loopfold.training.run import Run, moved_to, open_run
+from loopfold.training.stored import RunError
+from loopfold.training.table import Comparison, Row
 from loopfold.training.watching import Silent, Watcher
 
 BASELINES: dict[str, dict[str, Any]] = {
@@ -46,7 +50,7 @@ def compare(
     tokens = first.vocabulary.encode(text)
     rows = ngrams(first, tokens)
     if neural:
-        rows += [row_of(_baseline(first, kind, watcher(kind)), kind, tokens) for kind in BASELINES]
+        rows += [_baseline(first, kind, part or first.corpus().part, tokens, watcher) for kind in BASELINES]
     for run in runs:
         name = run.name + (f" ({run.path.name})" if len(runs) > 1 else "")
         rows.append(row_of(run, name, run.vocabulary.encode(text)))
@@ -73,14 +77,28 @@ def ngrams(run: Run, tokens: Tokens) -> list[Row]:
     return rows
 
 
-def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
-    """A window or a convolution, trained as the run was; found where it was trained before."""
-    path = RunFolder(run.path).below("baselines", kind)
-    if (path / "checkpoint.json").exists():
-        return resume(path, watcher=watcher)
+def _baseline(run: Run, kind: str, part: str, tokens: Tokens, watcher: Callable[[str], Watcher]) -> Row:
+    """A window or a convolution, trained as the run was; found where it was trained before.
+
+    Nothing is written into a packed run or a folder that may not be written. What a comparison found before it was
+    packed is taken as it is, and what is trained now is gone afterwards.
+    """
     plain = replace(run.options, cell="gru", recurrent_init=None, forget_bias=None, one_hot=False, tied=False)
-    options = replace(plain, model=kind, **BASELINES[kind])
-    return train(options, path, watcher=watcher)
+    options = moved_to(replace(plain, model=kind, **BASELINES[kind]), run.moved)
+    if isinstance(run.stored, RunFolder):
+        path = run.stored.below("baselines", kind)
+        if (path / "checkpoint.json").exists():
+            found = RunFolder.find(path)
+            ended = found.standing.finished and found.options.epochs >= run.options.epochs
+            return row_of(open_run(path) if ended else resume(path, watcher=watcher(kind)), kind, tokens)
+        if os.access(run.path, os.W_OK):
+            return row_of(train(options, path, watcher=watcher(kind)), kind, tokens)
+    kept = Comparison.read(run.stored)
+    for row in kept.rows if kept is not None and kept.on == part else []:
+        if row.name == kind and (row.ledger.tokens, row.ledger.unit) == (len(tokens), tokens.unit):
+            return row
+    with TemporaryDirectory() as folder:
+        return row_of(train(options, Path(folder) / kind, watcher=watcher(kind)), kind, tokens)
 
 
 def row_of(run: Run, name: str, tokens: Tokens) -> Row:

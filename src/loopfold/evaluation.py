@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loopfold.language.base import Context, LanguageModel
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
-from loopfold.states import in_evaluation, leaves, map_state, whole_number
+from loopfold.states import alive, in_evaluation, leaves, map_state, whole_number
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens
 
@@ -94,14 +94,41 @@ def perplexity(
     whole_number("perplexity", "window", window)
     with evaluating(language_model):
         if ids.dim() == 2:
-            nll = _score(language_model, ids, window if not carried else len(ids))
+            nll = _sum(_score(language_model, ids, window if not carried else len(ids)))
         elif not carried:
-            nll = sum(_score(language_model, part, window) for part in _pieces(ids, window, streams))
+            nll = sum(_sum(_score(language_model, part, window)) for part in _pieces(ids, window, streams))
         else:
-            nll = _carried(language_model, ids, streams, window, processes)
+            nll = _carried(language_model, ids, streams, window, processes).total()
     if isinstance(tokens, Tokens):
         return Ledger(nll, len(ids), tokens.unit, tokens.unknown, tokens.characters, tokens.bytes, carried)
     return Ledger(nll, ids.numel(), carried=carried)
+
+
+def token_losses(
+    model: nn.Module, tokens: Tensor | Tokens, *, streams: int = 32, window: int = 128, carried: bool = True
+) -> Tensor:
+    """−log P of each token of a text `[n]`, in nats and float64: what `perplexity` sums, token by token.
+
+    The arguments are those of `perplexity`. In memory are the losses, and |V| outputs for one window at a time.
+    """
+    language_model = as_language_model(model)
+    ids = _checked(tokens.ids if isinstance(tokens, Tokens) else tokens, language_model)
+    if ids.dim() != 1:
+        raise ValueError(f"token_losses needs one text [n]; got {tuple(ids.shape)}.")
+    whole_number("token_losses", "streams", streams)
+    whole_number("token_losses", "window", window)
+    places, losses = torch.arange(len(ids)), torch.empty(len(ids), dtype=torch.float64)
+    with evaluating(language_model):
+        if carried:
+            found = _carried(language_model, ids, streams, window, Processes())
+            for piece, nll in zip(Streams(places, found.streams.count, window), found.nll, strict=True):
+                inside = alive(piece.tokens, piece.lengths) if piece.lengths is not None else slice(None)
+                losses[piece.tokens[inside]] = nll[inside]
+        else:
+            pieces = zip(_pieces(ids, window, streams), _pieces(places, window, streams), strict=True)
+            for part, where in pieces:
+                losses[where] = torch.cat(_score(language_model, part, window))
+    return losses
 
 
 def _checked(ids: Any, model: LanguageModel) -> Tensor:
@@ -124,11 +151,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _score(model: LanguageModel, ids: Tensor, window: int) -> float:
-    """The sum over texts `[τ, batch]`, each by itself, with a new start every `window` tokens."""
+def _score(model: LanguageModel, ids: Tensor, window: int) -> list[Tensor]:
+    """The losses of texts `[τ, batch]`, each by itself, with a new start every `window` tokens."""
     context = model.initial_context(ids.shape[1])
-    parts = [model(part.to(context.last.device), context).nll for part in ids.split(window)]
-    return sum(float(nll.double().sum()) for nll in parts)
+    return [model(part.to(context.last.device), context).nll.double().cpu() for part in ids.split(window)]
+
+
+def _sum(losses: list[Tensor]) -> float:
+    return sum(float(nll.sum()) for nll in losses)
 
 
 def _pieces(ids: Tensor, window: int, streams: int) -> Iterator[Tensor]:
@@ -140,8 +170,21 @@ def _pieces(ids: Tensor, window: int, streams: int) -> Iterator[Tensor]:
         yield ids[whole:, None]
 
 
-def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes) -> float:
-    """The sum over one text whose state is carried from its first token to its last, computed in parallel streams.
+@dataclass(frozen=True)
+class _Carried:
+    """The losses of this process's streams, window by window."""
+
+    streams: Streams
+    nll: list[Tensor]  # [τ, streams] float64
+    processes: Processes
+
+    def total(self) -> float:
+        own = math.fsum(float(nll.sum()) for nll in self.nll)
+        return float(self.processes.sum(torch.tensor(own, dtype=torch.float64)))
+
+
+def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes) -> _Carried:
+    """The losses of one text whose state is carried from its first token to its last, computed in parallel streams.
 
     At first every stream begins cold. Then each begins again where the one before it has ended, and is read until the
     context at the end of a window is what it was before: from there on nothing can change. This is repeated until no
@@ -154,14 +197,14 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
     cold = model.initial_context(count)
     device = cold.last.device
     starts = cold
-    nll: list[float] = [0.0] * len(part)
+    nll: list[Tensor] = [torch.zeros(())] * len(part)
     ends: list[Context | None] = [None] * len(part)
     for _ in range(count):
         context = processes.share(starts)
         for i in range(len(part)):
             piece = part[i]
             scored = model(piece.tokens.to(device), context, piece.lengths)
-            nll[i] = float(scored.nll.double().sum())
+            nll[i] = scored.nll.double().cpu()
             settled = ends[i] is not None and _same(scored.context, ends[i])
             ends[i] = context = scored.context
             if settled:
@@ -170,7 +213,7 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
         if _same(shifted, starts):
             break
         starts = shifted
-    return float(processes.sum(torch.tensor(math.fsum(nll), dtype=torch.float64)))
+    return _Carried(part, nll, processes)
 
 
 def _same(a: Context, b: Context | None) -> bool:

@@ -1,11 +1,14 @@
-"""A file is written completely or not at all; only plain files are opened, at the place that was named."""
+"""A file is written completely or not at all; only plain files are opened, at the place that was named; archives."""
 
 import contextlib
 import os
 import stat
+from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -33,3 +36,53 @@ def open_plain(path: Path, mode: str) -> IO[Any]:
         raise OSError(0, f"it is {what}, and Loopfold opens only plain files here: put the file itself there")
     extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # it may have been replaced this very moment
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | extra))
+
+
+def source_of(path: Path) -> bytes:
+    """The bytes of a file of code, which may be in an archive: `run.loopfold/cell.py`."""
+    return read_member(path.parent, path.name) if path.parent.is_file() else path.read_bytes()
+
+
+# ------------------------------------------------------------------ archives
+
+
+def members(path: Path) -> list[str]:
+    """The names of the files in an archive; ValueError where it is none."""
+    with _archive(path) as archive:
+        return archive.namelist()
+
+
+def read_member(path: Path, name: str) -> bytes:
+    """A file of an archive, in memory: nothing is unpacked anywhere. ValueError where that cannot be."""
+    with _archive(path) as archive:
+        return archive.read(name)
+
+
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[ZipFile]:
+    """A zip file that holds every file once and as it is, so that none is larger than the archive itself."""
+    size = path.stat().st_size
+    try:
+        with ZipFile(path) as archive:
+            entries = archive.infolist()
+            if len({entry.filename for entry in entries}) < len(entries):
+                raise ValueError("it has two files of one name")
+            for entry in entries:
+                if entry.compress_type != ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
+                    raise ValueError("a file in it is compressed or encrypted")
+                if entry.file_size > size:
+                    raise ValueError("a file in it is larger than itself")
+            yield archive
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # the library has many
+        raise ValueError(str(error).strip("'\"") or "it ends too soon") from error
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """Files as one such archive; the same files make the same bytes."""
+    written = BytesIO()
+    with ZipFile(written, "w", ZIP_STORED) as new:
+        for name, data in files.items():
+            new.writestr(ZipInfo(name), data)
+    return written.getvalue()

@@ -16,7 +16,7 @@ from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.errors import OptionError
-from loopfold.evaluation import Ledger, perplexity
+from loopfold.evaluation import Ledger, perplexity, token_losses
 from loopfold.feeding import (
     Coin,
     Feeding,
@@ -60,6 +60,7 @@ from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabu
 from loopfold.training.folder import RunError
 from loopfold.training.loop import Diverged, Stopped, resume, train
 from loopfold.training.options import Options, preset
+from loopfold.training.packed import pack_run
 from loopfold.training.run import Run, open_run
 from loopfold.training.table import Row
 from loopfold.training.watching import Terminal, Watcher
@@ -183,8 +184,10 @@ __all__ = [
     "gradient_flow",
     "hidden_states",
     "open_run",
+    "pack_run",
     "per_step_gradients",
     "perplexity",
+    "token_losses",
     "preset",
     "read_corpus",
     "resume",

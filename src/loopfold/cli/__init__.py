@@ -7,5 +7,18 @@ from loopfold.cli.training import train
 from loopfold.cli.models import compare, evaluate, generate
 from loopfold.cli.drawing import draw
 from loopfold.cli.pictures import gradients, report
+from loopfold.cli.runs import list_runs, pack
 
-__all__ = ["app", "compare", "draw", "evaluate", "generate", "gradients", "main", "report", "train"]
+__all__ = [
+    "app",
+    "compare",
+    "draw",
+    "evaluate",
+    "generate",
+    "gradients",
+    "list_runs",
+    "main",
+    "pack",
+    "report",
+    "train",
+]

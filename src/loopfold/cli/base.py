@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,7 +40,14 @@ def cells(incomplete: str) -> list[str]:
     return completing(*re.findall(r'^ +stock_name = "(.+)"$', source, re.MULTILINE))(incomplete)
 
 
-RunArgument = Annotated[Path, typer.Argument(help="A run folder, as `loopfold train` makes it.", show_default=False)]
+RunArgument = Annotated[
+    Path,
+    typer.Argument(help="A run: the folder that `loopfold train` makes, or a packed file.", show_default=False),
+]
+TextOption = Annotated[
+    list[str] | None,
+    typer.Option("--text", metavar="PLACE", help="Where the run's own text is now, if it moved; once for each file."),
+]
 TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run the code of the run's own cell.py; without it, asked once for each.")
 ]
@@ -75,6 +83,30 @@ def spelt(parts: Iterable[object]) -> str:
     """A message of the library, with its arguments as they are typed here."""
     words = (part.typed if isinstance(part, Spelt) else (part,) for part in parts)
     return "".join(flag(w.name, w.value) if isinstance(w, Argument) else str(w) for group in words for w in group)
+
+
+def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
+    """Print, in what the terminal says it can write: left to itself, typer would write UTF-8 to one that has ASCII."""
+    typer.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
+
+
+def echo_json(data: Any) -> None:
+    """Print JSON that any reader takes: numbers that are not finite are null, and all is ASCII."""
+    from loopfold.training.contents import finite
+
+    echo(json.dumps(finite(data), indent=1, allow_nan=False))
+
+
+_PLAIN = str.maketrans({"ⁿ": "^n", "—": "-", "─": "-", "×": "x", "‖": "|", "∂": "d", "…": "..."})
+
+
+def writable(text: str) -> str:
+    """Words of ours as the terminal can write them. What others wrote is not respelt, but escaped where need be."""
+    try:
+        text.encode((sys.stdout and sys.stdout.encoding) or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN)
+    return text
 
 
 # ------------------------------------------------------------------ the command, and what goes wrong with it

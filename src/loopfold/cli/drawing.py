@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, cells, completing
+from loopfold.cli.base import TextOption, TrustOption, app, cells, completing, echo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +34,7 @@ def draw(
     what: Annotated[
         str,
         typer.Argument(
-            help="A run folder; a cell such as lstm or gru; or your own: path/to/file.py:Class.",
+            help="A run; a cell such as lstm or gru; or your own: path/to/file.py:Class.",
             show_default=False,
             autocompletion=cells,
         ),
@@ -70,23 +70,25 @@ def draw(
         Path | None,
         typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot; by default NAME-circuit.svg or so."),
     ] = None,
+    text: TextOption = None,
     trust: TrustOption = False,
 ) -> None:
     """The circuit of a network, or its graph unfolded over time, as a picture."""
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.errors import OptionError
-    from loopfold.training.folder import ELSEWHERE, RunError
+    from loopfold.training.folder import ELSEWHERE
+    from loopfold.training.stored import PACKED, RunError
 
     y: Tensor | None = None
     if gradients and steps is None:
         raise OptionError(
             "a circuit has no time for gradients to go back through: add --steps 4, or as many as you like."
         )
-    if Path(what).is_dir() or (("/" in what or what.endswith(".txt")) and ":" not in what):
+    if _is_run(what):
         if pattern or layers > 1 or bidirectional:
             raise OptionError("a run has a network of its own: leave out --pattern, --layers and --bidirectional.")
-        model, y = _of_run(Path(what), steps if gradients else None, trust)
+        model, y = _of_run(Path(what), steps if gradients else None, trust, text or [])
     else:
         model = _network(what, pattern, layers, bidirectional)
     try:
@@ -98,7 +100,7 @@ def draw(
             feeding=None if feeding is None else _feeding(feeding),
             y=y,
         )
-        parts = [Path(what).resolve().name.rpartition(":")[2], pattern, feeding]
+        parts = [Path(what).resolve().name.rpartition(":")[2].removesuffix(PACKED), pattern, feeding]
         parts += ["circuit" if steps is None else f"{steps}-steps", *(["gradients"] if gradients else [])]
         parts += ["operations"] if operations else []
         path = picture.save(out or Path("-".join(filter(None, parts)) + ".svg"))
@@ -108,17 +110,24 @@ def draw(
         raise OptionError(str(error)) from error
     except OSError as error:
         raise RunError(f"{error} ", *ELSEWHERE) from error
-    typer.echo(f"{picture.title}: {path}")
+    echo(f"{picture.title}: {path}")
 
 
-def _of_run(path: Path, steps: int | None, trust: bool) -> "tuple[nn.Module, Tensor | None]":
+def _is_run(what: str) -> bool:
+    """Whether this is meant to be a run, and not a cell."""
+    from loopfold.training.stored import PACKED
+
+    return Path(what).is_dir() or (("/" in what or what.endswith((".txt", PACKED))) and ":" not in what)
+
+
+def _of_run(path: Path, steps: int | None, trust: bool, text: list[str]) -> "tuple[nn.Module, Tensor | None]":
     """The model of a run, and tokens for `steps` steps of its own held-out text."""
     import torch
 
     from loopfold.errors import OptionError
     from loopfold.training.run import open_run
 
-    run = open_run(path, trust=trust)
+    run = open_run(path, trust=trust, text=text)
     if steps is None or steps < 1:
         return run.model, None
     try:

@@ -2,19 +2,34 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopfold.cli.base import DeviceOption, PartOption, RunArgument, TrustOption, app, completing
+from loopfold.cli.base import (
+    DeviceOption,
+    PartOption,
+    RunArgument,
+    TextOption,
+    TrustOption,
+    app,
+    completing,
+    echo,
+    echo_json,
+    writable,
+)
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loopfold.evaluation import Ledger
+    from loopfold.text.vocabulary import Tokens
     from loopfold.training.run import Run
     from loopfold.training.table import Row
 
-# ------------------------------------------------------------------ evaluate and compare
+# ------------------------------------------------------------------ evaluate
 
 
 @app.command(
@@ -22,10 +37,15 @@ if TYPE_CHECKING:
 )
 def evaluate(
     run: RunArgument,
-    text: Annotated[
-        list[str] | None, typer.Argument(help="Another text to score, whole; the run's own by default.")
+    other: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT", help="Another text to score, whole; the run's own by default."),
     ] = None,
     on: PartOption = None,
+    text: TextOption = None,
+    per_token: Annotated[
+        bool, typer.Option("--per-token", help="A line for each token: its number, the token, its loss in nats.")
+    ] = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Begin with an empty state every --window tokens; it is carried by default.")
     ] = False,
@@ -37,27 +57,70 @@ def evaluate(
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
     from loopfold.errors import OptionError
-    from loopfold.evaluation import perplexity
+    from loopfold.evaluation import perplexity, token_losses
     from loopfold.text.corpus import read_text
     from loopfold.training.run import open_run
 
-    found = open_run(run, device, trust=trust)
-    if text and on is not None:
-        raise OptionError("choose one: another text, or --on for a part of the run's own.")
-    if text:
-        tokens = found.vocabulary.encode(read_text(text))
+    if other and (on is not None or text):
+        raise OptionError("choose one: another text, or --on and --text for the run's own.")
+    found = _finite(open_run(run, device, trust=trust, text=text or ()))
+    if other:
+        tokens = found.vocabulary.encode(read_text(other))
     else:
         on = on or found.corpus().part
         tokens = found.tokens(on)
-    ledger = perplexity(found.model, tokens, streams=streams, window=window, carried=not cold)
-    typer.echo(
-        json.dumps(ledger.as_json(), indent=1)
-        if as_json
-        else _describe(ledger, " ".join(text or []) or str(on), window)
+    sizes: dict[str, Any] = {"streams": streams, "window": window, "carried": not cold}
+    unfinished = found.standing.unfinished
+    if per_token and not as_json:
+        _print_losses(found, tokens, token_losses(found.model, tokens, **sizes))
+        return
+    ledger = perplexity(found.model, tokens, **sizes)
+    if math.isnan(ledger.nll):
+        raise _diverged(found, "outputs")
+    if as_json:
+        data = ledger.as_json() | ({} if unfinished is None else {"unfinished": unfinished})
+        if per_token:
+            losses = token_losses(found.model, tokens, **sizes).tolist()
+            pairs = enumerate(zip(map(found.vocabulary.token, tokens.ids.tolist()), losses, strict=True))
+            data["per_token"] = [{"index": i, "token": token, "nats": nats} for i, (token, nats) in pairs]
+        echo_json(data)
+    else:
+        echo(writable(_describe(ledger, " ".join(other or []) or str(on), window, _note(found))))
+
+
+def _print_losses(run: "Run", tokens: "Tokens", losses: "Tensor") -> None:
+    """A line for each token, as they come: a text may be long. A token is a JSON string, so that it is one word."""
+    if losses.isnan().any():
+        raise _diverged(run, "outputs")
+    for i, (number, nats) in enumerate(zip(tokens.ids.tolist(), losses.tolist(), strict=True)):
+        sys.stdout.write(f"{i}\t{json.dumps(run.vocabulary.token(number))}\t{nats!r}\n")
+    if note := _note(run):
+        echo(f"loopfold: {note}.", err=True)
+
+
+def _note(run: "Run") -> str:
+    """That a run is unfinished; nothing where it is finished."""
+    standing = run.standing
+    return "" if standing.finished else f"{run.path} is unfinished: step {standing.step:,} of {standing.steps:,}"
+
+
+def _finite(run: "Run") -> "Run":
+    """A run whose weights are numbers, so that its figures are, too."""
+    if not all(bool(parameter.isfinite().all()) for parameter in run.model.parameters()):
+        raise _diverged(run, "weights")
+    return run
+
+
+def _diverged(run: "Run", what: str) -> Exception:
+    from loopfold.training.stored import RunError
+
+    return RunError(
+        f"the {what} of {run.path} are not finite numbers: its training diverged. Train again with a lower "
+        "--learning-rate."
     )
 
 
-def _describe(ledger: "Ledger", text: str, window: int) -> str:
+def _describe(ledger: "Ledger", text: str, window: int, note: str) -> str:
     state = "carried through the whole text" if ledger.carried else f"started again every {window} tokens"
     lines = [
         ("text", text),
@@ -73,14 +136,18 @@ def _describe(ledger: "Ledger", text: str, window: int) -> str:
     if ledger.unknown and ledger.unknown > 0.01 * ledger.tokens:
         share = f"{ledger.unknown / ledger.tokens:.0%} of this text is unknown to the model"
         lines.append(("note", f"{share} and scored as one kind, so the figures flatter it; bytes know everything"))
+    lines += [("note", note)] if note else []
     return "\n".join(f"{name:<24}{value}" for name, value in lines)
+
+
+# ------------------------------------------------------------------ compare
 
 
 @app.command(
     epilog="**Example:** `loopfold compare runs/bard runs/other`. Baselines are those of the first run's text."
 )
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="One or more run folders on the same text.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="One or more runs on the same text.", show_default=False)],
     on: Annotated[
         str | None,
         typer.Option(
@@ -88,6 +155,7 @@ def compare(
             autocompletion=completing("test", "valid"),
         ),
     ] = None,
+    text: TextOption = None,
     neural: Annotated[bool, typer.Option(help="Train the window and the convolution too.")] = True,
     device: DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
@@ -97,24 +165,28 @@ def compare(
     """A table of the run beside uniform, n-gram, window and convolution models, on the same text and ledger."""
     from loopfold import comparison
     from loopfold.errors import choose
-    from loopfold.training.folder import RunFolder
     from loopfold.training.run import open_run
+    from loopfold.training.stored import RunError
     from loopfold.training.table import Comparison
     from loopfold.training.watching import Silent, Terminal
 
     if on is not None:
         choose("part", on, ("test", "valid"))
-    opened = [open_run(path, device, trust=trust) for path in runs]
+    opened = [open_run(path, device, trust=trust, text=text or ()) for path in runs]
     on = on or opened[0].corpus().part
     rows = comparison.compare(
         opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
     )
     table = Comparison(on, rows)
-    table.write(RunFolder(runs[0]))
+    unfinished = {str(run.path): run.standing.unfinished for run in opened if not run.standing.finished}
     if as_json:
-        typer.echo(json.dumps(table.as_json(), indent=1))
+        echo_json(table.as_json() | ({"unfinished": unfinished} if unfinished else {}))
     else:
         _print_table(opened, rows, on)
+    try:
+        table.write(opened[0].stored)
+    except RunError as error:  # it has been shown, and that is what was asked for; advice to choose a place is left out
+        echo(f"loopfold: the table is not kept for the report: {str(error.args[0]).partition('. ')[0]}.", err=True)
 
 
 def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
@@ -126,32 +198,43 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
     table = Table(title=escape(f"{runs[0].config['corpus']['name']}, {on} text: {ledger.tokens:,} {ledger.unit}s"))
     table.add_column("model", no_wrap=True)
     for name in ("parameters", "of a table |V|ⁿ", "trained, tokens/s", "perplexity", "bits/char"):
-        table.add_column(name, justify="right")
+        table.add_column(writable(name), justify="right")
     units = {row.ledger.unit for row in rows}  # perplexities of different units cannot be compared, bits can
-    best = min(row.ledger.bits_per_character or math.inf for row in rows)
-    for row in rows:
+    bits = [row.ledger.bits_per_character for row in rows]
+    best = min((b for b in bits if b is not None and math.isfinite(b)), default=None)
+    for row, b in zip(rows, bits, strict=True):
         table.add_row(
-            escape(row.name) + (f", {row.ledger.unit}s" if len(units) > 1 else ""),
+            escape(writable(row.name)) + (f", {row.ledger.unit}s" if len(units) > 1 else ""),
             f"{row.parameters:,}",
             "" if row.table is None else f"{row.table:,}" if row.table < 10**8 else f"{row.table:.1e}",
             f"{row.tokens_per_second:,.0f}" if row.parameters else "",
             f"{row.ledger.perplexity:,.3f}",
-            "—" if row.ledger.bits_per_character is None else f"{row.ledger.bits_per_character:.3f}",
-            style="bold" if row.ledger.bits_per_character == best else None,
+            writable("—") if b is None else f"{b:.3f}",
+            style="bold" if b is not None and b == best else None,
         )
+    notes = [escape(note) for note in dict.fromkeys(map(_note, runs)) if note]
     if any(row.ledger.unknown for row in rows):
-        table.caption = f"unknown {ledger.unit}s, which every model scores as one kind: {ledger.unknown:,}"
+        notes.append(f"unknown {ledger.unit}s, which every model scores as one kind: {ledger.unknown:,}")
+    table.caption = "\n".join(notes) or None
     Console(width=200).print(table)  # as wide as it is: no figure is cut off
 
 
 # ------------------------------------------------------------------ generate
 
 
-@app.command(epilog="**Example:** `loopfold generate runs/bard --prompt 'ROMEO:' --temperature 0.8 --length 500`.")
+@app.command(
+    epilog="**Examples:** `loopfold generate runs/bard --prompt 'ROMEO:' --temperature 0.8 --length 500`, "
+    "`cat scene.txt | loopfold generate runs/bard --prompt - --stop 'JULIET:'`."
+)
 def generate(
     run: RunArgument,
-    prompt: Annotated[str, typer.Option(help="What to go on from; nothing by default.")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="What to go on from, nothing by default; - reads it from standard input.")
+    ] = "",
     length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 500,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End at this text, without it; may be given again.")
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Below 1: safer; above 1: wilder; 0: always the likeliest.")
     ] = 1.0,
@@ -168,32 +251,61 @@ def generate(
     samples: Annotated[int, typer.Option(min=1, help="So many texts, side by side.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="The same seed writes the same text.")] = 0,
     device: DeviceOption = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the text alone.")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Let a trained model write. Text appears as it is written; every token costs the same, however long the text."""
     from loopfold.errors import OptionError
-    from loopfold.generation import generate as write
+    from loopfold.generation import log_probabilities, write
+    from loopfold.text.corpus import read_text
     from loopfold.training.run import open_run
 
-    found = open_run(run, device, trust=trust)
+    if stop is not None and "" in stop:
+        raise OptionError("--stop needs some text to end at; got an empty one.")
+    found = _finite(open_run(run, device, trust=trust))
+    model, vocabulary = found.model, found.vocabulary
+    prompt = read_text(["-"]) if prompt == "-" else prompt
     before = [prompt]  # comes with the first piece, when nothing can be wrong with it any more
 
     def show(piece: str) -> None:
-        typer.echo("".join([*before, piece]), nl=False)
+        echo("".join([*before, piece]), nl=False)
         before.clear()
 
+    unknown = vocabulary.unknown_in(prompt) if vocabulary.reads_unknown else []
     try:
-        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, str(next(found.model.parameters()).device))
-        if samples == 1:
-            write(found.model, found.vocabulary, prompt, length, pick, show)
-        else:
-            texts = write(found.model, found.vocabulary, prompt, length, pick, samples=samples)
-            typer.echo(f"\n{'─' * 40}\n".join(prompt + text for text in texts), nl=False)
+        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, str(next(model.parameters()).device))
+        if unknown and not as_json:
+            names = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            echo(f"loopfold: not in the vocabulary, so read as <unk>: {names}.", err=True)
+        written = write(
+            model,
+            vocabulary,
+            prompt,
+            length,
+            pick,
+            None if samples > 1 or as_json else show,
+            samples,
+            stop or [],
+            as_unknown=True,
+        )
+        if as_json:
+            scores = log_probabilities(model, vocabulary, prompt, written)
     except OptionError:
         raise
     except (ValueError, FloatingPointError) as error:
         raise OptionError(str(error)) from error
-    typer.echo()
+    if as_json:
+        how = {"length": length, "stop": stop or [], "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        how |= {"greedy": greedy, "beam": beam, "samples": samples, "seed": seed, "device": device}
+        texts = [
+            {"text": one.text, "tokens": len(one.ids), "stopped": one.stopped, "log_probability": score}
+            for one, score in zip(written, scores, strict=True)
+        ]
+        echo_json({"run": str(run), "prompt": prompt, "unknown": unknown, "samples": texts, "options": how})
+    elif samples > 1:
+        echo(f"\n{writable('─' * 40)}\n".join(prompt + one.text for one in written))
+    else:
+        echo()
 
 
 def _pick(

@@ -1,13 +1,23 @@
 """The commands that show a run: gradients, report."""
 
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopfold.cli.base import DeviceOption, PartOption, RunArgument, TrustOption, app, flag, spelt
+from loopfold.cli.base import (
+    DeviceOption,
+    PartOption,
+    RunArgument,
+    TextOption,
+    TrustOption,
+    app,
+    echo,
+    echo_json,
+    flag,
+    spelt,
+    writable,
+)
 
 if TYPE_CHECKING:
     from loopfold.drawing.figure import Drawing
@@ -26,11 +36,15 @@ READ = 4_000  # characters over which units are compared with features of the te
 @app.command(epilog="**Example:** `loopfold gradients runs/bard --on valid --steps 100 --out pictures`.")
 def gradients(
     run: RunArgument,
-    out: Annotated[Path | None, typer.Option(help="The folder for the pictures; RUN/pictures by default.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder for the pictures; RUN/pictures by default, of a packed run RUN-pictures."),
+    ] = None,
     steps: Annotated[
         int, typer.Option(min=1, help="Steps of a passage; the time it takes grows with its square.")
     ] = 64,
     on: PartOption = None,
+    text: TextOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
 ) -> None:
@@ -40,10 +54,9 @@ def gradients(
     from loopfold.language.base import count_parameters
     from loopfold.language.recurrent import RecurrentLM
     from loopfold.probing import hidden_states
-    from loopfold.training.folder import RunFolder
     from loopfold.training.run import open_run
 
-    found = open_run(run, trust=trust)
+    found = open_run(run, trust=trust, text=text or ())
     model = found.model
     if not isinstance(model, RecurrentLM):
         raise OptionError(f"{run} is a {found.options.kind} without recurrence: no gradient goes back through time.")
@@ -57,7 +70,7 @@ def gradients(
     states = hidden_states(model, found.vocabulary, found.text(on)[:READ])
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
     drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
-    paths = _save(drawings, out or RunFolder(run).below("pictures"))
+    paths = _save(drawings, out or found.stored.beside("pictures"))
     verdict = spelt(flow.said) + _already(found.options)
     passages = f"{on} text, {x.shape[1]} passage{'s'[: x.shape[1] > 1]} of {len(x)} {found.vocabulary.unit}s"
     if as_json:
@@ -67,14 +80,14 @@ def gradients(
             "passages": x.shape[1],
             "verdict": verdict,
             "rate": flow.rate,
-            "reach": [d if math.isfinite(d) else None for d in flow.reach.tolist()],
+            "reach": flow.reach.tolist(),
             "spectral_radius": spectrum.radius if spectrum else {},
             "tracking": [vars(tracked) for tracked in states.tracking],
             "pictures": [str(path) for path in paths],
         }
-        typer.echo(json.dumps(data, indent=1))
+        echo_json(data)
     else:
-        typer.echo(_describe(passages, verdict, flow, _radii(spectrum, without), states.tracking, paths))
+        echo(writable(_describe(passages, verdict, flow, _radii(spectrum, without), states.tracking, paths)))
 
 
 def _already(options: "Options") -> str:
@@ -146,7 +159,11 @@ def _radii(spectrum: "Eigenvalues | None", without: str) -> list[str]:
 )
 def report(
     run: RunArgument,
-    out: Annotated[Path | None, typer.Option(help="The file to write; RUN/report.html by default.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write; RUN/report.html by default, of a packed run RUN-report.html."),
+    ] = None,
+    text: TextOption = None,
     passage: Annotated[
         str | None, typer.Option(help="Text to show the hidden states of; by default the held-out text's beginning.")
     ] = None,
@@ -157,5 +174,5 @@ def report(
     from loopfold.report.page import write_report
     from loopfold.training.run import open_run
 
-    path = write_report(open_run(run, device, trust=trust), out, passage)
-    typer.echo(f"The report is in {path}. Open it in a browser.")
+    path = write_report(open_run(run, device, trust=trust, text=text or ()), out, passage)
+    echo(f"The report is in {path}. Open it in a browser.")

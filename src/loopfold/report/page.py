@@ -16,10 +16,11 @@ from loopfold.training.run import Run
 def write_report(run: Run, out: str | Path | None = None, passage: str | None = None) -> Path:
     """Write one page on a run: curve, table, graphs, gradients, hidden states, samples. It works offline.
 
-    `out`      the file; `report.html` in the run's folder by default. One that is there already is replaced as a whole
+    `out`      the file; by default `report.html` in the run's folder, or NAME-report.html beside a packed run. One that
+               is there already is replaced as a whole
     `passage`  the text whose hidden states and gradients are shown; by default the held-out text's beginning
     """
-    out = run.path / "report.html" if out is None else Path(out)
+    out = run.stored.beside("report.html") if out is None else Path(out)
     if out.is_dir():
         raise RunError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
     if out.suffix.lower() not in (".html", ".htm"):

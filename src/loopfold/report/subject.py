@@ -13,7 +13,6 @@ from loopfold.errors import Argument, OptionError
 from loopfold.evaluation import Ledger
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.text.corpus import Corpus
-from loopfold.training.folder import RunFolder
 from loopfold.training.run import Run
 from loopfold.training.table import Comparison, Row, baselines
 
@@ -114,8 +113,12 @@ class Subject:
 
     def _compared(self, own: Row) -> "Table | None":
         """What `loopfold compare` found, if it is of the run as it is now."""
-        found = Comparison.read(RunFolder(self.run.path))
-        names = (self.name, f"{self.name} ({self.run.path.name})")
+        found = Comparison.read(self.run.stored)
+        names = (
+            self.name,
+            f"{self.name} ({self.run.path.name})",
+            f"{self.name} ({self.run.path.stem})",
+        )  # of a packed run
         then = None if found is None else next((row for row in found.rows if row.name in names), None)
         if found is None or then is None or found.on != self.part:
             return None

@@ -46,6 +46,7 @@ class Vocabulary(ABC):
 
     unit: ClassVar[str]
     unknown: ClassVar[int | None] = None  # the id of <unk>; None where nothing can be unknown
+    reads_unknown: ClassVar[bool] = False  # whether a model learns what follows <unk>, so that it may read it
     end: ClassVar[int | None] = None  # the id of <eos>, the end of a line
 
     @abstractmethod
@@ -60,6 +61,11 @@ class Vocabulary(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens."""
+
+    def token(self, number: int) -> str:
+        """One token by itself, so that it can be read."""
+        entry = self._entry(number)
+        return entry if isinstance(entry, str) else entry.decode(errors="backslashreplace")
 
     @abstractmethod
     def stream(self) -> Callable[[int], str]:
@@ -197,6 +203,7 @@ class Words(Vocabulary):
     words: tuple[str, ...] = field(repr=False)  # in the order of their ids, from 2 on
     unit: ClassVar[str] = "word"
     unknown: ClassVar[int | None] = 0
+    reads_unknown: ClassVar[bool] = True
     end: ClassVar[int | None] = 1
 
     @classmethod

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import linecache
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from loopfold.errors import Argument, OptionError, choose
+from loopfold.files import source_of
 from loopfold.states import name_of
 from loopfold.transitions import CELLS, Initialiser, Orthogonal, ScaledIdentity, Uniform
 
@@ -77,15 +79,20 @@ def check_cell(name: str) -> None:
 
 def _load_class(path: Path, name: str) -> Any:
     """The class of that name in a file, which is run for it."""
-    if not path.is_file():
-        raise OptionError(f"there is no file {path}; a cell of your own is given as path/to/file.py:Class.")
+    try:
+        source = source_of(path)
+    except (OSError, ValueError):
+        raise OptionError(f"there is no file {path}; a cell of your own is given as path/to/file.py:Class.") from None
     spec = importlib.util.spec_from_file_location(f"cell_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise OptionError(f"{path} is not a Python file; a cell of your own is given as path/to/file.py:Class.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
+    if not path.is_file():  # it is in an archive, where Python would not find the lines that an error shows
+        lines = source.decode(errors="replace").splitlines(keepends=True)
+        linecache.cache[str(path)] = (len(source), None, lines, str(path))
     try:  # from the source, not by the loader: that would run compiled code that lies beside it
-        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+        exec(compile(source, path, "exec"), vars(module))
     except Exception as error:
         raise OptionError(f"{path} does not run: {type(error).__name__}: {error}") from error
     found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 METRICS = "metrics.jsonl"
 FIXED = ("config.json", "vocabulary.json")  # these never change
 SOMETIMES = ("cell.py", "stdin.txt")  # these neither, where a run has them
+COMPARISON = "comparison.json"
 _TENSORS = {kind: re.compile(kind + r"-[0-9]{1,19}\.safetensors") for kind in ("weights", "state")}
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -26,7 +27,26 @@ def from_json(data: bytes) -> dict[str, Any]:
 
 
 def to_json(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
+    """An object as a file keeps it."""
+    return json.dumps(finite(data), indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def to_line(data: Mapping[str, Any]) -> bytes:
+    """An object in one line."""
+    return json.dumps(finite(data), allow_nan=False).encode() + b"\n"
+
+
+def finite(data: Any) -> Any:
+    """The same with None for every number that is not finite, since JSON has none of these. All that is written is so.
+
+    >>> finite({"perplexity": math.inf, "rows": [1.0, math.nan]})
+    {'perplexity': None, 'rows': [1.0, None]}
+    """
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [*map(finite, data)]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 # ------------------------------------------------------------------ values of the kinds that annotations name
@@ -107,7 +127,7 @@ def check_checkpoint(data: dict[str, Any]) -> dict[str, Any]:
     mapping(data.get("progress"), "progress")
     files = mapping(data.get("files"), "files")
     for name, digest in files.items():
-        if name not in (*FIXED, *SOMETIMES, METRICS) and not any(form.fullmatch(name) for form in _TENSORS.values()):
+        if name not in (*FIXED, *SOMETIMES, METRICS) and not is_of_tensors(name):
             raise ValueError(f"a run has no file {shown(name)}")
         if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
             raise ValueError(f"the SHA-256 of {name} must be 64 digits; got {shown(digest)}")
@@ -121,6 +141,11 @@ def check_checkpoint(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+def is_of_tensors(name: str) -> bool:
+    """Whether a file of that name holds the tensors of some step."""
+    return any(form.fullmatch(name) for form in _TENSORS.values())
+
+
 def check_metrics(data: bytes) -> list[dict[str, Any]]:
     """The learning curve: an object of numbers in every line."""
     entries = []
@@ -129,12 +154,12 @@ def check_metrics(data: bytes) -> list[dict[str, Any]]:
             entry = from_json(line)
             value_of(entry, "step", int, 0)
             for name in entry:
-                value_of(entry, name, float)
+                value_of(entry, name, float | None)
             for name in ("epoch", "seconds"):
                 if not math.isfinite(value_of(entry, name, float, 0)):
                     raise ValueError(f"{name} must be finite; got {entry[name]}")
-            value_of(entry, "train", float)
+            value_of(entry, "train", float | None)
         except ValueError as error:
             raise ValueError(f"in line {number}, {error}") from error
-        entries.append(entry)
+        entries.append({name: math.nan if value is None else value for name, value in entry.items()})
     return entries

@@ -20,49 +20,41 @@ name that a run uses. Whether its `cell.py` may be run is decided in `trust.py`.
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from loopfold.errors import Argument, Mendable
-from loopfold.files import open_plain, write_whole
+from loopfold.errors import Argument
+from loopfold.files import open_plain, source_of, write_whole
 from loopfold.text.corpus import read_text
-from loopfold.text.vocabulary import Vocabulary, vocabulary_from_json
 from loopfold.training import contents
 from loopfold.training.options import Options
+from loopfold.training.stored import FORMAT, PACKED, RunError, StoredRun, modified, own_version, sha256
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import fcntl
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 1
 OUT, RESUME = Argument("out"), Argument("resume")
 ELSEWHERE = ("Choose another place with ", OUT, ".")
-
-
-class RunError(Mendable):
-    """A run folder that cannot be used or written; the message says why, and what to do."""
 
 
 class Taken(RunError):
     """A folder for a new run that another process is using, or that has something in it."""
 
 
-class RunFolder:
-    """A run on disk. `create` begins one, `open` finds one."""
+class RunFolder(StoredRun):
+    """A run in a folder of its own. `create` begins one, `open` finds one."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._held: os.stat_result | None = None  # the folder that is locked
 
     # ---------------------------------------------------------------- the beginning
@@ -75,9 +67,11 @@ class RunFolder:
         corpus: Mapping[str, Any],
         vocabulary: Mapping[str, Any],
         progress: Mapping[str, Any],
-        weights: dict[str, Tensor],
+        weights: "dict[str, Tensor]",
     ) -> Iterator["RunFolder"]:
         """A new folder with a checkpoint of step 0, locked while open. Nothing that exists already is overwritten."""
+        import torch
+
         folder = RunFolder(path)
         with _writing(path):
             try:
@@ -93,8 +87,8 @@ class RunFolder:
             folder._claim()
             try:
                 if ":" in options.cell:
-                    folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
-                if "-" in (*options.sources, options.valid, options.test):
+                    folder._write("cell.py", source_of(Path(options.cell.rpartition(":")[0])))
+                if "-" in options.texts:
                     folder._write("stdin.txt", read_text(["-"]).encode())
                 folder._write("vocabulary.json", contents.to_json(vocabulary))
                 config = {
@@ -102,7 +96,7 @@ class RunFolder:
                     "options": options.as_json(),
                     "corpus": dict(corpus),
                     "versions": {
-                        "loopfold": _version(),
+                        "loopfold": own_version(),
                         "torch": torch.__version__,
                         "python": platform.python_version(),
                     },
@@ -143,6 +137,8 @@ class RunFolder:
         """The run at `path`, not checked yet. What never changes, such as its options, may be read without the lock."""
         folder = RunFolder(path)
         try:
+            if path.suffix == PACKED and path.is_file():
+                raise RunError(f"{path} is a packed run, which can be read but not trained: name its folder.")
             if not path.is_dir():
                 raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
             os.lstat(path / "config.json")
@@ -158,99 +154,57 @@ class RunFolder:
     def open(path: Path) -> "RunFolder":
         """The run at `path`, with all its files checked."""
         folder = RunFolder.find(path)
-        options, checkpoint = folder.options, folder.checkpoint
-        needed = {"cell.py"} if ":" in options.cell else set()
-        if str(path / "stdin.txt") in (*options.sources, options.valid, options.test):
-            needed.add("stdin.txt")
-        for name in needed - {*checkpoint["files"]}:
-            raise RunError(f"{path / 'checkpoint.json'} is damaged: files must hold {name}.")
-        for name, digest in checkpoint["files"].items():
-            size = checkpoint["metrics_bytes"] if name == contents.METRICS else None  # lines may have followed
-            if not os.path.lexists(path / name):
-                raise RunError(f"{path} is not complete: {name} is missing.")
-            if _sha256(folder._read(name)[:size]) != digest:
-                raise RunError(
-                    f"{path / name} is damaged or was altered: its SHA-256 is not the one in checkpoint.json."
-                )
+        options = folder.options
+        needed = ["cell.py"] if ":" in options.cell else []
+        if str(path / "stdin.txt") in options.texts:
+            needed.append("stdin.txt")
+        folder.check(*needed, *folder.checkpoint["files"])
         return folder
 
     # ---------------------------------------------------------------- what it holds
 
-    @property
-    def config(self) -> dict[str, Any]:
-        with self._checking("config.json") as data:
-            config = contents.from_json(data)
-        if config.get("format") != FORMAT:
-            wrote = config.get("versions")
-            by = wrote.get("loopfold", "unknown") if isinstance(wrote, dict) else "unknown"
-            raise RunError(
-                f"{self.path} has format {config.get('format')!r}, and this version of loopfold ({_version()}) reads "
-                f"format {FORMAT}. Loopfold {by} wrote it: use that."
-            )
-        with self._checking("config.json"):
-            return contents.check_config(config)
+    def holds(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
 
-    @property
-    def options(self) -> Options:
-        """The options; the user's own cell and a text from standard input are those that the folder keeps."""
-        with self._checking("config.json"):
-            stored = Options.from_json(self.config["options"])
-        cell = stored.cell if ":" not in stored.cell else f"{self.path / 'cell.py'}:{stored.cell.rpartition(':')[2]}"
-        kept = {"-": str(self.path / "stdin.txt")}
-        sources = tuple(kept.get(source, source) for source in stored.sources)
-        valid, test = (kept.get(source or "", source) for source in (stored.valid, stored.test))
-        return replace(stored, cell=cell, sources=sources, valid=valid, test=test)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        with self._checking("vocabulary.json") as data:
-            return vocabulary_from_json(contents.from_json(data))
-
-    @property
-    def checkpoint(self) -> dict[str, Any]:
-        """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`."""
-        with self._checking("checkpoint.json") as raw:
-            data = contents.from_json(raw)
-            if data.pop("sha256", None) != _sha256(contents.to_json(data)):
-                name = self.path / "checkpoint.json"
-                raise RunError(f"{name} is damaged or was altered: its SHA-256 does not match.")
-            return contents.check_checkpoint(data)
-
-    def cell_digest(self) -> str | None:
-        """The SHA-256 of the user's own cell; None where the run has none."""
-        return _sha256(self._read("cell.py")) if ":" in self.options.cell else None
-
-    def step(self) -> int | None:
-        """The step of the last checkpoint; None where there is none, or none that can be read."""
+    def read(self, name: str) -> bytes:
         try:
-            return self.checkpoint["step"]
-        except RunError:
-            return None
+            with open_plain(self.path / name, "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise RunError(f"{self.path / name} cannot be read: {error.strerror}.") from error
+
+    def shown(self, name: str) -> str:
+        return str(self.path / name)
+
+    def beside(self, name: str) -> Path:
+        return self.below(name)
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The learning curve up to the last checkpoint."""
-        size = self.checkpoint["metrics_bytes"]
-        with self._checking(contents.METRICS) as data:
-            return contents.check_metrics(data[:size])
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file."""
-        from safetensors.torch import load
-
+    def training(self) -> bool:
+        if fcntl is None:
+            return False
         try:
-            return load(self._read(name))
-        except RunError:
-            raise
-        except Exception as error:  # the library has many
-            raise RunError(f"{self.path / name} is damaged: it does not hold tensors ({error}).") from error
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        finally:
+            os.close(descriptor)
+        return False
+
+    @property
+    def saved_at(self) -> float:
+        return modified(self.path / "checkpoint.json")
 
     # ---------------------------------------------------------------- going on
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the learning curve. It counts once a checkpoint has followed."""
         with self._ours(), open_plain(self.path / contents.METRICS, "ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+            file.write(contents.to_line(entry))
             file.flush()
             os.fsync(file.fileno())  # a checkpoint that counts it must not reach the disk first
 
@@ -264,7 +218,7 @@ class RunFolder:
             descriptor = os.open(self.path, os.O_RDONLY)
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
             except BlockingIOError as error:
                 raise Taken(f"another process is training in {self.path}: wait for it, or stop it.") from error
             except OSError:  # a file system without locks
@@ -293,7 +247,12 @@ class RunFolder:
         self._sweep()
 
     def save(
-        self, step: int, progress: Mapping[str, Any], weights: dict[str, Tensor], state: dict[str, Tensor], best: bool
+        self,
+        step: int,
+        progress: Mapping[str, Any],
+        weights: "dict[str, Tensor]",
+        state: "dict[str, Tensor]",
+        best: bool,
     ) -> None:
         """Make `step` the checkpoint to resume from; `best`: its weights are the best so far."""
         from safetensors.torch import save
@@ -311,9 +270,9 @@ class RunFolder:
             digests[best_name] = before["files"][best_name]
         for name in fixed:
             if not before or name in before["files"]:
-                digests[name] = before["files"][name] if before else _sha256(self._read(name))
-        metrics = self._read(contents.METRICS)
-        digests[contents.METRICS] = _sha256(metrics)
+                digests[name] = before["files"][name] if before else sha256(self.read(name))
+        metrics = self.read(contents.METRICS)
+        digests[contents.METRICS] = sha256(metrics)
         checkpoint = {
             "step": step,
             "progress": dict(progress),
@@ -323,17 +282,12 @@ class RunFolder:
             "metrics_bytes": len(metrics),
             "files": digests,
         }
-        own = _sha256(contents.to_json(checkpoint))
+        own = sha256(contents.to_json(checkpoint))
         self._write("checkpoint.json", contents.to_json(checkpoint | {"sha256": own}))
         self._sweep()
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
-        """Write a result beside the run, such as a comparison."""
         self._write(name, contents.to_json(data))
-
-    def result(self, name: str) -> bytes | None:
-        """What `write_json` wrote; None if it wrote nothing."""
-        return self._read(name) if os.path.lexists(self.path / name) else None
 
     def below(self, *names: str) -> Path:
         """A place for results in the folder; links would lead out of it."""
@@ -361,23 +315,16 @@ class RunFolder:
         with self._ours():
             write_whole(self.path / name, data)
             _flush(self.path)
-        return _sha256(data)
+        return sha256(data)
 
-    def _read(self, name: str) -> bytes:
-        try:
-            with open_plain(self.path / name, "rb") as file:
-                return file.read()
-        except OSError as error:
-            raise RunError(f"{self.path / name} cannot be read: {error.strerror}.") from error
 
-    @contextlib.contextmanager
-    def _checking(self, name: str) -> Iterator[bytes]:
-        """What a file holds; an error names the file."""
-        data = self._read(name)
-        try:
-            yield data
-        except ValueError as error:
-            raise RunError(f"{self.path / name} is damaged: {str(error).rstrip('.')}.") from error
+def _lock(descriptor: int) -> None:
+    """Again after a moment: whoever looks whether a run is training holds its lock for as long as that takes."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.01)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _flush(folder: Path) -> None:
@@ -400,14 +347,3 @@ def _writing(path: Path) -> Iterator[None]:
         there = os.path.exists(path / "checkpoint.json")  # a run that goes on cannot be put elsewhere by a word
         advice = ("Make it writable, or copy it to where you may write.",) if there else ELSEWHERE
         raise RunError(f"{path} cannot be written: {error.strerror}. ", *advice) from error
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _version() -> str:
-    try:
-        return version("loopfold")
-    except PackageNotFoundError:  # run from its source, not installed
-        return "not installed"

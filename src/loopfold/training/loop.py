@@ -99,7 +99,7 @@ def train(
     """
     processes = join_processes(check_device(options.device))
     _check_shares(options.streams, processes)
-    if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
+    if "-" in options.texts and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
     for source in (*options.sources, options.valid, options.test):
         if source and is_there_once(source):

@@ -137,6 +137,22 @@ class Options:
         """What the model is called: its cell, or the baseline that it is."""
         return self.cell.rpartition(":")[2] if self.model == "recurrent" else self.model
 
+    @property
+    def texts(self) -> list[str]:
+        """Every file or folder that it reads: the sources, then the valid and the test text, if they are apart."""
+        return [*self.sources, *(source for source in (self.valid, self.test) if source is not None)]
+
+    @property
+    def name(self) -> str:
+        """What the model is called in a table: its kind and its sizes."""
+        layers = f" × {self.layers}" if self.layers > 1 and self.model == "recurrent" else ""
+        return f"{self.kind} {self.hidden_size}{layers}"
+
+    def steps(self, tokens: int) -> int:
+        """How many steps a run on so many tokens takes, if its patience lasts: windows of all streams at a time."""
+        rows = tokens // min(self.streams, tokens)
+        return max(1, round(self.epochs * -(-rows // self.window)))
+
     def from_anywhere(self) -> "Options":
         """The same with absolute paths, so that a run can be resumed from another folder."""
 

@@ -1,10 +1,12 @@
 """A run opened: its model at its best, the text that it was trained on, read again, and passages of it."""
 
 import math
-from dataclasses import dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +15,17 @@ from loopfold.drawing.charts import learning_curves
 from loopfold.drawing.figure import Drawing
 from loopfold.errors import Argument, OptionError, choose
 from loopfold.language.base import LanguageModel
-from loopfold.text.corpus import Corpus, is_there_once, read_corpus
+from loopfold.text.corpus import PYTHON_DOCS, Corpus, is_there_once, read_corpus
 from loopfold.text.vocabulary import Tokens, Vocabulary
 from loopfold.training import trust as trusted
 from loopfold.training.checkpoint import model_with
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.contents import METRICS
 from loopfold.training.options import Options
+from loopfold.training.packed import find_run
+from loopfold.training.stored import RunError, Standing, StoredRun, steadily
 from loopfold.training.table import Comparison, baselines
 
 LOG_EVERY = 50  # steps
-ATTEMPTS = 100
 PARTS = ("test", "valid", "train")
 PASSAGES = 8  # read side by side
 
@@ -31,20 +34,33 @@ PASSAGES = 8  # read side by side
 class Run:
     """A run as it stands: its model with the weights that did best on the valid text, and what belongs to it."""
 
-    path: Path
+    stored: StoredRun = field(repr=False)  # where it is kept
     options: Options
     vocabulary: Vocabulary = field(repr=False)
     model: LanguageModel = field(repr=False)
-    metrics: list[dict[str, Any]] = field(repr=False)
     config: dict[str, Any] = field(repr=False)
+    standing: Standing
+    moved: tuple[str, ...] = ()  # the new places of its text
+    _metrics: list[dict[str, Any]] | RunError = field(default_factory=list, repr=False)
+
+    @property
+    def path(self) -> Path:
+        """The folder or the file that it is in."""
+        return self.stored.path
 
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        layers = f" × {self.options.layers}" if self.options.layers > 1 else ""
-        return f"{self.options.kind} {self.options.hidden_size}{layers}"
+        return self.options.name
 
     # ---------------------------------------------------------------- how training went
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The learning curve. What is wrong with it is said only here: a model can write without it."""
+        if isinstance(self._metrics, RunError):
+            raise self._metrics
+        return self._metrics
 
     @property
     def seconds(self) -> float:
@@ -72,7 +88,7 @@ class Run:
         if not self.curves:
             raise RunError(f"{self.path} has no learning curve yet: its first entry comes after {LOG_EVERY} steps.")
         name = f"{self.config['corpus']['name']}, {self.options.kind}"
-        found = Comparison.read(RunFolder(self.path))
+        found = Comparison.read(self.stored)
         if found is None:
             return learning_curves(self.curves, title=name)
         return learning_curves(self.curves, baselines(found.rows), f"{name}; across, the {found.on} text")
@@ -85,7 +101,7 @@ class Run:
 
     @cached_property
     def _corpus(self) -> Corpus:
-        return read_again(self.options, RunFolder(self.path))
+        return read_again(self.options, self.stored, self.moved)
 
     def text(self, part: str | None = None) -> str:
         """The test, valid or train text; by default test, or valid where there is no test text."""
@@ -125,38 +141,68 @@ class Run:
         return torch.cat([torch.full_like(y[:1], self.vocabulary.size), y[:-1]]), y
 
 
-def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False) -> Run:
-    """The run in a folder, ready to be evaluated and to generate. It may be training at the same time.
+def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False, text: Sequence[str] = ()) -> Run:
+    """The run in a folder or a packed file, ready to be evaluated and to generate. It may be training at the same time.
+
+    Only what it needs for that is read and checked: options, vocabulary and weights. So nothing else must be there.
 
     `trust`  run the code of its `cell.py`, where it has one; needed once for each that you have not trained with
+    `text`   the new place of its text, where that has moved; one for each source, in the old order, or a folder
     """
     device = check_device(device)
-    for attempt in range(ATTEMPTS):
-        before = RunFolder(Path(path)).step()
-        try:
-            folder = RunFolder.open(Path(path))
-            options, config, metrics, vocabulary = folder.options, folder.config, folder.metrics, folder.vocabulary
-            name = folder.checkpoint["best"]
-            stored = folder.tensors(name)
-            break
-        except RunError:  # perhaps a new checkpoint has replaced the one that was being read
-            if RunFolder(Path(path)).step() == before or attempt == ATTEMPTS - 1:
-                raise
-    check_trust(folder, trust)
-    model = model_with(options, vocabulary.size, stored, folder.path / name)
-    return Run(Path(path), options, vocabulary, model.to(device).eval(), metrics, config)
+    stored = find_run(Path(path))
+    found = steadily(stored, lambda: _read(stored))
+    check_trust(stored, trust)
+    model = model_with(found.options, found.vocabulary.size, found.weights, stored.path / found.best)
+    return Run(
+        stored,
+        found.options,
+        found.vocabulary,
+        model.to(device).eval(),
+        found.config,
+        found.standing,
+        (text,) if isinstance(text, str) else tuple(text),
+        found.metrics,
+    )
 
 
-def check_trust(folder: RunFolder, trust: bool) -> None:
+class _Found(NamedTuple):
+    """What belongs to one checkpoint of a run."""
+
+    options: Options
+    config: dict[str, Any]
+    vocabulary: Vocabulary
+    best: str  # the name of the weights
+    weights: dict[str, Tensor]
+    standing: Standing
+    metrics: list[dict[str, Any]] | RunError
+
+
+def _read(stored: StoredRun) -> _Found:
+    options, step, best = stored.options, stored.checkpoint["step"], stored.checkpoint["best"]
+    stored.check("config.json", "vocabulary.json", *(["cell.py"] if ":" in options.cell else []), best)
+    config, vocabulary, weights, standing = stored.config, stored.vocabulary, stored.tensors(best), stored.standing
+    metrics: list[dict[str, Any]] | RunError
+    try:
+        stored.check(METRICS)
+        metrics = stored.metrics
+    except RunError as error:
+        if stored.step() != step:
+            raise
+        metrics = error
+    return _Found(options, config, vocabulary, best, weights, standing, metrics)
+
+
+def check_trust(stored: StoredRun, trust: bool) -> None:
     """Refuse to run a stranger's code, unless the user says to."""
-    digest = folder.cell_digest()
+    digest = stored.cell_digest()
     if digest is None:
         return
     if trust:
         trusted.remember(digest)
     elif not trusted.is_trusted(digest):
         raise RunError(
-            f"{folder.path} has a cell of its own, and opening it would run the code in {folder.path / 'cell.py'}. "
+            f"{stored.path} has a cell of its own, and opening it would run the code in {stored.shown('cell.py')}. "
             f"Read it; if you trust it, add ",
             Argument("trust", True),
             ".",
@@ -185,15 +231,41 @@ def check_device(device: str) -> str:
 # ------------------------------------------------------------------ the text
 
 
-def read_again(options: Options, folder: RunFolder) -> Corpus:
-    for source in (*options.sources, options.valid, options.test):
-        if source and is_there_once(source):
+def read_again(options: Options, folder: StoredRun, moved: Sequence[str] = ()) -> Corpus:
+    """The text of a run; `moved` names its new places, as in `moved_to`. It must be the one that the run began with."""
+    options = moved_to(options, moved)
+    for source in options.texts:
+        if not moved and source != PYTHON_DOCS and not os.path.lexists(source):
+            gone = f"the text of {folder.path} was {source}, which is not there any more. If it moved, name its new "
+            raise RunError(gone, "place with ", Argument("text"), ".")
+        if is_there_once(source):
             raise RunError(f"the text of {folder.path} is {source}, which is not a file and cannot be read again.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     check_same_text(corpus, folder)
     return corpus
 
 
-def check_same_text(corpus: Corpus, folder: RunFolder) -> None:
+def moved_to(options: Options, places: Sequence[str]) -> Options:
+    """The options of a run whose text has moved, with whole paths: to places in the old order, or to one folder."""
+    if not places:
+        return options
+    old, new = options.texts, [*places]
+    inside = [str(Path(places[0]) / Path(source).name) for source in old]
+    if len(places) == 1 and all(map(os.path.lexists, inside)):  # a folder that holds them all under their old names
+        new = inside
+    elif len(places) == len(options.sources):
+        new += old[len(places) :]
+    if len(new) != len(old):
+        names = ", ".join(Path(source).name for source in old)
+        raise OptionError(
+            f"the run has {len(old)} texts ({names}), and {len(places)} new places were named: name one for each, in "
+            "this order, or a folder that holds them all."
+        )
+    others = iter(new[len(options.sources) :])
+    valid, test = (None if source is None else next(others) for source in (options.valid, options.test))
+    return replace(options, sources=tuple(new[: len(options.sources)]), valid=valid, test=test).from_anywhere()
+
+
+def check_same_text(corpus: Corpus, folder: StoredRun) -> None:
     if corpus.sha256 != folder.config["corpus"]["sha256"]:
         raise RunError(f"the text of {corpus.name} has changed since the run began: {folder.path} needs the old one.")

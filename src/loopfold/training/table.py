@@ -11,10 +11,8 @@ from shlex import quote
 from typing import Any
 
 from loopfold.evaluation import Ledger
-from loopfold.training.contents import check_fields, from_json, mapping, value_of
-from loopfold.training.folder import RunError, RunFolder
-
-FILE = "comparison.json"
+from loopfold.training.contents import COMPARISON, check_fields, from_json, mapping, value_of
+from loopfold.training.stored import RunError, StoredRun
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,14 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         return {"on": self.on, "rows": [row.as_json() for row in self.rows]}
 
-    def write(self, folder: RunFolder) -> None:
-        """Leave it in the folder of a run."""
-        folder.write_json(FILE, self.as_json())
+    def write(self, stored: StoredRun) -> None:
+        """Leave it with a run."""
+        stored.write_json(COMPARISON, self.as_json())
 
     @staticmethod
-    def read(folder: RunFolder) -> "Comparison | None":
-        """What was left in the folder of a run; None where nothing was."""
-        data = folder.result(FILE)
+    def read(stored: StoredRun) -> "Comparison | None":
+        """What was left with a run; None where nothing was."""
+        data = stored.result(COMPARISON)
         if data is None:
             return None
         try:
@@ -83,8 +81,8 @@ class Comparison:
             rows = value_of(found, "rows", list)
             return Comparison(value_of(found, "on", str), [Row.from_json(row) for row in rows])
         except ValueError as error:
-            command = f"loopfold compare {quote(str(folder.path))}"
-            raise RunError(f"{folder.path / FILE} is damaged ({error}). Remove it, or type {command}") from error
+            command = f"loopfold compare {quote(str(stored.path))}"
+            raise RunError(f"{stored.path / COMPARISON} is damaged ({error}). Remove it, or type {command}") from error
 
 
 def baselines(rows: Sequence[Row]) -> dict[str, float]:
