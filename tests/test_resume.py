@@ -21,7 +21,6 @@ import torch
 from helpers import flags_of, wait_for_step
 
 from loopfold import cli
-from loopfold.text.corpus import CorpusError
 from loopfold.training import watching
 from loopfold.training.folder import RunError, RunFolder
 from loopfold.training.loop import open_run, resume, train
@@ -659,7 +658,7 @@ def test_a_changed_text_is_found(copy: Path, text: Path) -> None:
         with pytest.raises(RunError, match=r"the text of text.txt has changed since the run began"):
             open_run(copy).corpus()
         text.unlink()
-        with pytest.raises(CorpusError, match=f"there is no file {text}"):
+        with pytest.raises(RunError, match=f"was {text}, which is not there any more. If it moved, name its new place"):
             resume(copy)
     finally:
         text.write_text(good)

@@ -94,7 +94,7 @@ class RunFolder:
             try:
                 if ":" in options.cell:
                     folder._write("cell.py", Path(options.cell.rpartition(":")[0]).read_bytes())
-                if "-" in (*options.sources, options.valid, options.test):
+                if "-" in options.texts:
                     folder._write("stdin.txt", read_text(["-"]).encode())
                 folder._write("vocabulary.json", contents.to_json(vocabulary))
                 config = {
@@ -160,7 +160,7 @@ class RunFolder:
         folder = RunFolder.find(path)
         options, checkpoint = folder.options, folder.checkpoint
         needed = {"cell.py"} if ":" in options.cell else set()
-        if str(path / "stdin.txt") in (*options.sources, options.valid, options.test):
+        if str(path / "stdin.txt") in options.texts:
             needed.add("stdin.txt")
         for name in needed - {*checkpoint["files"]}:
             raise RunError(f"{path / 'checkpoint.json'} is damaged: files must hold {name}.")

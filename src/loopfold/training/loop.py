@@ -100,7 +100,7 @@ def train(
     check_device(options.device)
     processes = join_processes(options.device)
     _check_shares(options.streams, processes)
-    if "-" in (*options.sources, options.valid, options.test) and processes.count > 1:
+    if "-" in options.texts and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     if options.patience is not None and not corpus.valid:

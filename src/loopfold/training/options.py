@@ -125,6 +125,11 @@ class Options:
         """What the model is called: its cell, or the baseline that it is."""
         return self.cell.rpartition(":")[2] if self.model == "recurrent" else self.model
 
+    @property
+    def texts(self) -> list[str]:
+        """Every file or folder that it reads: the sources, then the valid and the test text, if they are apart."""
+        return [*self.sources, *(source for source in (self.valid, self.test) if source is not None)]
+
     def from_anywhere(self) -> "Options":
         """The same with absolute paths, so that a run can be resumed from another folder."""
 

@@ -2,7 +2,8 @@
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from loopfold.drawing.charts import learning_curves
 from loopfold.drawing.figure import Drawing
 from loopfold.errors import Argument, OptionError, choose
 from loopfold.language.base import LanguageModel
-from loopfold.text.corpus import Corpus, read_corpus
+from loopfold.text.corpus import PYTHON_DOCS, Corpus, read_corpus
 from loopfold.text.vocabulary import Tokens, Vocabulary
 from loopfold.training import trust as trusted
 from loopfold.training.checkpoint import model_with
@@ -177,13 +178,39 @@ def check_device(device: str) -> None:
 # ------------------------------------------------------------------ the text
 
 
-def read_again(options: Options, folder: RunFolder) -> Corpus:
-    for source in (*options.sources, options.valid, options.test):
-        if source and os.path.exists(source) and not (os.path.isfile(source) or os.path.isdir(source)):
+def read_again(options: Options, folder: RunFolder, moved: Sequence[str] = ()) -> Corpus:
+    """The text of a run; `moved` names its new places, as in `moved_to`. It must be the one that the run began with."""
+    options = moved_to(options, moved)
+    for source in options.texts:
+        if not moved and source != PYTHON_DOCS and not os.path.lexists(source):
+            gone = f"the text of {folder.path} was {source}, which is not there any more. If it moved, name its new "
+            raise RunError(gone, "place with ", Argument("text"), ".")
+        if os.path.exists(source) and not (os.path.isfile(source) or os.path.isdir(source)):
             raise RunError(f"the text of {folder.path} is {source}, which is not a file and cannot be read again.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     check_same_text(corpus, folder)
     return corpus
+
+
+def moved_to(options: Options, places: Sequence[str]) -> Options:
+    """The options of a run whose text has moved, with whole paths: to places in the old order, or to one folder."""
+    if not places:
+        return options
+    old, new = options.texts, [*places]
+    inside = [str(Path(places[0]) / Path(source).name) for source in old]
+    if len(places) == 1 and all(map(os.path.lexists, inside)):  # a folder that holds them all under their old names
+        new = inside
+    elif len(places) == len(options.sources):
+        new += old[len(places) :]
+    if len(new) != len(old):
+        names = ", ".join(Path(source).name for source in old)
+        raise OptionError(
+            f"the run has {len(old)} texts ({names}), and {len(places)} new places were named: name one for each, in "
+            "this order, or a folder that holds them all."
+        )
+    others = iter(new[len(options.sources) :])
+    valid, test = (None if source is None else next(others) for source in (options.valid, options.test))
+    return replace(options, sources=tuple(new[: len(options.sources)]), valid=valid, test=test).from_anywhere()
 
 
 def check_same_text(corpus: Corpus, folder: RunFolder) -> None:
