@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from loopfold.evaluation import perplexity
@@ -11,7 +12,9 @@ from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.text.vocabulary import Tokens
 from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.job import WARMUP
 from loopfold.training.loop import resume, train
+from loopfold.training.options import Options
 from loopfold.training.run import Run
 from loopfold.training.table import Row
 from loopfold.training.watching import Silent, Watcher
@@ -77,9 +80,19 @@ def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
     """A window or a convolution, trained as the run was; found where it was trained before."""
     path = RunFolder(run.path).below("baselines", kind)
     if (path / "checkpoint.json").exists():
-        return resume(path, watcher=watcher)
+        return _resumed(path, run.options, watcher)
     options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
+    if options.warmup == WARMUP:  # as older runs have it, however short they are
+        options = replace(options, warmup=None)
     return train(options, path, watcher=watcher)
+
+
+def _resumed(path: Path, options: Options, watcher: Watcher) -> Run:
+    """A baseline that has begun; what has changed of the run since then changes for it too."""
+    own = RunFolder.find(path).options
+    changes: dict[str, Any] = {"device": options.device} if own.device != options.device else {}
+    changes |= {"epochs": options.epochs} if own.epochs < options.epochs else {}
+    return resume(path, text=[] if own.texts == options.texts else options.texts, watcher=watcher, **changes)
 
 
 def row_of(run: Run, name: str, tokens: Tokens) -> Row:

@@ -7,7 +7,8 @@
     metrics.jsonl               a line for every entry of the learning curve
     weights-1200.safetensors    the model after 1,200 steps; also the one that was best on the valid text
     state-1200.safetensors      the optimiser, and the state carried from window to window
-    checkpoint.json             which of these files belong together, and the SHA-256 of each
+    checkpoint.json             which of these files belong together, and the SHA-256 of each; options that have
+                                changed since the run began
 
 A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` is written last: until
 then the one before it counts, with all its files. So a run can be killed at any moment and resumed from the last
@@ -76,6 +77,7 @@ class RunFolder:
         vocabulary: Mapping[str, Any],
         progress: Mapping[str, Any],
         weights: dict[str, Tensor],
+        came_from: Mapping[str, Any] | None = None,
     ) -> Iterator["RunFolder"]:
         """A new folder with a checkpoint of step 0, locked while open. Nothing that exists already is overwritten."""
         folder = RunFolder(path)
@@ -106,7 +108,7 @@ class RunFolder:
                         "torch": torch.__version__,
                         "python": platform.python_version(),
                     },
-                }
+                } | ({} if came_from is None else {"from": dict(came_from)})
                 folder._write("config.json", contents.to_json(config))
                 folder._write(contents.METRICS, b"")
                 folder.save(0, progress, weights, {}, best=True)
@@ -115,18 +117,25 @@ class RunFolder:
                 raise
             yield folder
 
+    def check_free(self) -> None:
+        """Refuse to begin a run where something is already."""
+        with _writing(self.path):
+            taken = os.path.lexists(self.path) and (not self.path.is_dir() or any(self.path.iterdir()))
+        if taken:
+            raise self._taken()
+
+    def _taken(self) -> Taken:
+        word = RESUME if (self.path / "checkpoint.json").exists() else "remove"
+        return Taken(f"{self.path} exists already: choose another ", OUT, ", or ", word, " it.")
+
     def _claim(self) -> None:
         """Make the folder ours, or refuse. Of two processes only one makes this file, with or without locks."""
+        self.check_free()
         with _writing(self.path):
-            taken = any(self.path.iterdir())
-            if not taken:
-                try:
-                    (self.path / "config.json").touch(exist_ok=False)
-                except FileExistsError:
-                    taken = True
-        if taken:
-            word = RESUME if (self.path / "checkpoint.json").exists() else "remove"
-            raise Taken(f"{self.path} exists already: choose another ", OUT, ", or ", word, " it.")
+            try:
+                (self.path / "config.json").touch(exist_ok=False)
+            except FileExistsError as error:
+                raise self._taken() from error
 
     def _remove(self, made: bool) -> None:
         """Take back what `create` has written, and nothing else."""
@@ -140,7 +149,7 @@ class RunFolder:
 
     @staticmethod
     def find(path: Path) -> "RunFolder":
-        """The run at `path`, not checked yet. What never changes, such as its options, may be read without the lock."""
+        """The run at `path`, not checked yet. Its options may be read without the lock."""
         folder = RunFolder(path)
         try:
             if not path.is_dir():
@@ -192,9 +201,12 @@ class RunFolder:
 
     @property
     def options(self) -> Options:
-        """The options; the user's own cell and a text from standard input are those that the folder keeps."""
+        """The options, as they have changed since the run began; its own cell and a text from standard input are those
+        that the folder keeps."""
         with self._checking("config.json"):
             stored = Options.from_json(self.config["options"])
+        with self._checking("checkpoint.json"):
+            stored = stored.changed(self.checkpoint.get("changes", {}))
         cell = stored.cell if ":" not in stored.cell else f"{self.path / 'cell.py'}:{stored.cell.rpartition(':')[2]}"
         kept = {"-": str(self.path / "stdin.txt")}
         sources = tuple(kept.get(source, source) for source in stored.sources)
@@ -208,7 +220,8 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`."""
+        """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`; and
+        `changes`, where options have changed."""
         with self._checking("checkpoint.json") as raw:
             data = contents.from_json(raw)
             if data.pop("sha256", None) != _sha256(contents.to_json(data)):
@@ -230,9 +243,9 @@ class RunFolder:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The learning curve up to the last checkpoint."""
-        size = self.checkpoint["metrics_bytes"]
+        checkpoint = self.checkpoint
         with self._checking(contents.METRICS) as data:
-            return contents.check_metrics(data[:size])
+            return contents.check_metrics(data[: checkpoint["metrics_bytes"]], checkpoint["step"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file."""
@@ -323,9 +336,18 @@ class RunFolder:
             "metrics_bytes": len(metrics),
             "files": digests,
         }
-        own = _sha256(contents.to_json(checkpoint))
-        self._write("checkpoint.json", contents.to_json(checkpoint | {"sha256": own}))
+        self._point_to(checkpoint | {name: before[name] for name in ("changes",) if name in before})
         self._sweep()
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """From now on these options have other values than when the run began."""
+        checkpoint = self.checkpoint
+        self._point_to(checkpoint | {"changes": checkpoint.get("changes", {}) | dict(changes)})
+
+    def _point_to(self, checkpoint: Mapping[str, Any]) -> None:
+        """Make this the checkpoint that counts."""
+        own = _sha256(contents.to_json(checkpoint))
+        self._write("checkpoint.json", contents.to_json({**checkpoint, "sha256": own}))
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """Write a result beside the run, such as a comparison."""

@@ -1,9 +1,10 @@
-"""From options to objects: the vocabulary, and the model."""
+"""From options to objects: the vocabulary, the model, the optimiser."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from loopfold.errors import Argument, OptionError
 from loopfold.language.base import LanguageModel
@@ -53,6 +54,15 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
                 variational=options.variational,
                 tied=options.tied,
             )
+
+
+def make_optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimiser == "sgd":
+        return torch.optim.SGD(
+            parameters, options.learning_rate, options.momentum, weight_decay=options.weight_decay, fused=True
+        )
+    return torch.optim.AdamW(parameters, options.learning_rate, weight_decay=options.weight_decay, fused=True)
 
 
 @contextmanager

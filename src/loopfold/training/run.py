@@ -43,8 +43,7 @@ class Run:
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        layers = f" × {self.options.layers}" if self.options.layers > 1 else ""
-        return f"{self.options.kind} {self.options.hidden_size}{layers}"
+        return self.options.name
 
     # ---------------------------------------------------------------- how training went
 
@@ -132,7 +131,7 @@ def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False) -> R
 
     `trust`  run the code of its `cell.py`, where it has one; needed once for each that you have not trained with
     """
-    check_device(device)
+    device = check_device(device)
     for attempt in range(ATTEMPTS):
         before = RunFolder(Path(path)).step()
         try:
@@ -165,7 +164,8 @@ def check_trust(folder: RunFolder, trust: bool) -> None:
         )
 
 
-def check_device(device: str) -> None:
+def check_device(device: str) -> str:
+    """The device, if it can be used."""
     try:
         torch.zeros(1, device=device).tolist()  # a tensor on `meta` holds nothing
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
@@ -173,6 +173,7 @@ def check_device(device: str) -> None:
         raise OptionError(
             f"device {device!r} cannot be used: {reason}. Use ", Argument("device", "cpu"), "."
         ) from error
+    return device
 
 
 # ------------------------------------------------------------------ the text
