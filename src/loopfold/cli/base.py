@@ -3,10 +3,11 @@
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +43,7 @@ def main() -> None:
     """What the command `loopfold` runs."""
     before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
     try:
-        with _errors():
+        with _errors(), _warnings():
             app()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -78,7 +79,26 @@ def _errors() -> Iterator[None]:
         line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)  # names may be anyone's
         typer.echo(f"loopfold: {line}", err=True)
         sys.stdout.flush()
-        os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
+        os._exit(code) if several() else sys.exit(code)  # a lost process cannot be waited for
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """That a cell cannot be compiled is said once, in one line: not for each layer, nor with a line of our code."""
+    told = set[str]()
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if category.__name__ != "EngineWarning":
+            return plain(message, category, *rest)
+        said = str(message).partition(" Type engine=")[0]
+        _, slow, why = said.partition(" runs as a Python loop: ")
+        if (slow or said) not in told:
+            print(f"note: {f'the cell runs as a Python loop, which is slow: {why}' if slow else said}", file=sys.stderr)
+        return told.add(slow or said)
+
+    with warnings.catch_warnings():
+        plain, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
+        yield
 
 
 def _exit_code(error: Exception) -> int | None:
@@ -92,5 +112,6 @@ def _exit_code(error: Exception) -> int | None:
     return 2 if isinstance(error, Mendable | ImportError) else None
 
 
-def _several() -> bool:
+def several() -> bool:
+    """Whether other processes run the same command, under torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1

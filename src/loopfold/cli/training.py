@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from copy import copy
 from dataclasses import Field, fields, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, flag
+from loopfold.cli.base import TrustOption, app, flag, several
 from loopfold.errors import OptionError
 from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
 
@@ -122,7 +123,9 @@ def train(
             help="Fine-tune: start with the weights of another run, its vocabulary, its model and its other options.",
         ),
     ] = None,
-    save_every: Annotated[float, typer.Option(help="Seconds from one checkpoint to the next.")] = 30.0,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds from one checkpoint to the next. [default: 30]", show_default=False)
+    ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be trained and how long it takes; write nothing.")
     ] = False,
@@ -140,6 +143,8 @@ def train(
     from loopfold.training import guards, loop, rehearsal, watching
     from loopfold.training.folder import RunFolder
 
+    if quiet:
+        warnings.simplefilter("ignore")
     rank = int(os.environ.get("RANK", 0))
     watchers: list[watching.Watcher] = [] if quiet or rank else [watching.Terminal()]
     if tensorboard and not rank:
@@ -158,6 +163,8 @@ def train(
                 return
             run = loop.train(chosen, out, start=start, **how)
     except guards.Stopped as stopped:
+        if several():
+            raise
         go_on = f"{stopped} Go on with: loopfold train --resume {quote(str(stopped.path))}"
         raise guards.Stopped(go_on, stopped.signal, stopped.path) from stopped
     if not rank:

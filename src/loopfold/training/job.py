@@ -177,11 +177,12 @@ def _notes(corpus: Corpus, tokens: Tokens, start: Run | None) -> tuple[str, ...]
         share = share_in(getattr(corpus, part), corpus.train)
         if share >= REPEATED:
             notes.append(
-                f"{share:.0%} of the {part} text is in the training text too, so its figures say nothing about new text"
+                f"{100 * share:.0f} % of the {part} text is in the training text too, so its figures say nothing "
+                f"about new text"
             )
     if start is not None and tokens.unknown:
         share = tokens.unknown / len(tokens)
-        notes.append(f"{share:.2g} of the text's {tokens.unit}s are unknown to the vocabulary of {start.path}")
+        notes.append(f"{100 * share:.2g} % of the text's {tokens.unit}s are unknown to the vocabulary of {start.path}")
     return tuple(notes)
 
 

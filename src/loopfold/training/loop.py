@@ -96,9 +96,10 @@ def resume(
     with folder.locked() if processes.first else nullcontext():
         RunFolder.open(folder.path)  # only now: while another process trains, its files change
         check_trust(folder, trust)
-        moved = moved_to(folder.options, [str(place) for place in text])
-        corpus = read_again(moved, folder)
-        if text:
+        places = [str(place) for place in text]
+        corpus = read_again(folder.options, folder, places)
+        if places:
+            moved = moved_to(folder.options, places)
             changes |= {"sources": moved.sources, "valid": moved.valid, "test": moved.test}
         if processes.first:
             folder.rewind()

@@ -11,7 +11,7 @@ from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.language.window import ConvolutionLM, WindowLM
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
-from loopfold.training.cells import make_cell
+from loopfold.training.cells import blaming, make_cell
 from loopfold.training.options import Options
 
 
@@ -45,7 +45,8 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
         embedding_size = None if options.one_hot else options.embedding_size or n
         first = vocabulary_size if embedding_size is None else embedding_size
         cells = [make_cell(options.cell, first if k == 0 else n, n) for k in range(options.layers)]
-        with _mendable(*([" Or untie them: ", Argument("tied", False), "."] if options.tied else [])):
+        hint = [" Or untie them: ", Argument("tied", False), "."] if options.tied else []
+        with _mendable(*hint), blaming(options.cell, lambda: f"the first step of {options.cell} failed"):
             return recurrent_lm(
                 vocabulary_size,
                 cells,
