@@ -12,7 +12,7 @@ from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.text.vocabulary import Tokens
 from loopfold.training.folder import RunError, RunFolder
-from loopfold.training.job import WARMUP
+from loopfold.training.job import anew
 from loopfold.training.loop import resume, train
 from loopfold.training.options import Options
 from loopfold.training.run import Run
@@ -81,9 +81,7 @@ def _baseline(run: Run, kind: str, watcher: Watcher) -> Run:
     path = RunFolder(run.path).below("baselines", kind)
     if (path / "checkpoint.json").exists():
         return _resumed(path, run.options, watcher)
-    options = replace(run.options, model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
-    if options.warmup == WARMUP:  # as older runs have it, however short they are
-        options = replace(options, warmup=None)
+    options = replace(anew(run.options), model=kind, cell="gru", one_hot=False, tied=False, **BASELINES[kind])
     return train(options, path, watcher=watcher)
 
 

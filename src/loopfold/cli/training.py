@@ -168,7 +168,7 @@ def train(
         go_on = f"{stopped} Go on with: loopfold train --resume {quote(str(stopped.path))}"
         raise guards.Stopped(go_on, stopped.signal, stopped.path) from stopped
     if not rank:
-        typer.echo(run.path if quiet else _done(run, finished=RunFolder(run.path).step() == before))
+        typer.echo(run.path if quiet else _done(run) if RunFolder(run.path).step() != before else _finished(run))
 
 
 def _check_together(
@@ -210,11 +210,13 @@ def _check_together(
 
 def _chosen(preset_name: str, changes: dict[str, Any], start: "Run | None") -> Options:
     """The options of a new run."""
+    from loopfold.training.job import anew
+
     if start is None:
         chosen = preset(preset_name, **changes)
     else:  # whatever is said of a text was said of another one
         of_text: dict[str, Any] = {name: OPTIONS[name].default for name in ("split", "valid", "test")}
-        chosen = replace(start.options, **(of_text | changes))
+        chosen = replace(anew(start.options), **(of_text | changes))
     check_effect(chosen, changes)
     return chosen
 
@@ -242,17 +244,22 @@ def _shares(split: str) -> tuple[float, ...]:
 # ------------------------------------------------------------------ what is said
 
 
-def _done(run: "Run", finished: bool) -> str:
-    path = quote(str(run.path))
-    if not finished:
-        return f"The run is in {run.path}. Next: loopfold generate {path}, or compare, or report"
-    last = run.metrics[-1]
+def _done(run: "Run") -> str:
+    return f"The run is in {run.path}. Next: loopfold generate {quote(str(run.path))}, or compare, or report"
+
+
+def _finished(run: "Run") -> str:
+    """That there was nothing to do, and what would be."""
+    from loopfold.training.folder import RunFolder
+    from loopfold.training.job import Progress
+
+    progress, last, patience = Progress.of(RunFolder(run.path)), run.metrics[-1], run.options.patience
     more = f"--epochs {2 * run.options.epochs:g}"
-    if last["epoch"] < run.options.epochs * 0.99:  # its patience was at an end
-        more = f"--patience {2 * (run.options.patience or 1)}"
+    if patience is not None and progress.misses >= patience:
+        more = f"--patience {progress.misses + patience}"
     return (
         f"{run.path} is finished: step {last['step']:,}, epoch {last['epoch']:.1f}. To train longer: "
-        f"loopfold train --resume {path} {more}"
+        f"loopfold train --resume {quote(str(run.path))} {more}"
     )
 
 

@@ -72,6 +72,11 @@ def warmup_of(options: Options, steps: int) -> int:
     return min(WARMUP, steps // 10) if options.warmup is None else options.warmup
 
 
+def anew(options: Options) -> Options:
+    """Options of a run for another one. Older runs have a warm-up of 50 steps, however short they are."""
+    return replace(options, warmup=None) if options.warmup == WARMUP else options
+
+
 # ------------------------------------------------------------------ a new run
 
 

@@ -120,6 +120,7 @@ class Terminal(Watcher):
 
         self.name = name
         self.console = Console(stderr=True)
+        self.live = self.console.is_interactive or self.console.is_jupyter
         self.progress = Progress(
             TextColumn(name),
             BarColumn(),
@@ -136,24 +137,25 @@ class Terminal(Watcher):
         self.plan = plan
         self.begun = self.since = time.monotonic()
         self.at = plan.begin
-        if self.console.is_interactive:
+        if self.live:
             self.progress.start()
         self.task = self.progress.add_task(
             "", total=plan.steps, completed=plan.begin, loss=math.nan, speed=0.0, curve=""
         )
-        for line in (str(plan), *(f"note: {note}" for note in plan.notes), f"run folder {plan.path}"):
+        notes = [f"note: {note}" for note in plan.notes] if self.name == "training" else []  # of a baseline: again
+        for line in (str(plan), *notes, f"run folder {plan.path}"):
             self._print(line)
         self._print(f"{'epoch':>6} {'step':>7} {'train':>7} {'valid':>7} {'perplexity':>11}")
 
     def step(self, step: int, loss: float) -> None:
         self.losses.append(loss)
-        now, live = time.monotonic(), self.console.is_interactive
+        now = time.monotonic()
         seconds = now - self.since
-        if seconds < (SHOWN_EVERY if live else PRINTED_EVERY) and not (live and step == self.plan.steps):
+        if seconds < (SHOWN_EVERY if self.live else PRINTED_EVERY) and not (self.live and step == self.plan.steps):
             return
         mean = sum(self.losses) / len(self.losses)
         speed = self.plan.tokens_per_step * (step - self.at) / max(seconds, 1e-9)
-        if live:
+        if self.live:
             self.progress.update(self.task, completed=step, loss=mean, speed=speed)
         else:
             left = (self.plan.steps - step) * (now - self.begun) / (step - self.plan.begin)
