@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from loopfold.text.overlap import BLOCK, share_in
 from loopfold.text.streams import Streams
 from loopfold.training import loop, watching
 from loopfold.training.folder import RunFolder
-from loopfold.training.job import warmup_of
+from loopfold.training.job import New, warmup_of
 from loopfold.training.loop import open_run, train
+from loopfold.training.making import make_model
 from loopfold.training.options import EFFECT, Options, preset
 from loopfold.training.watching import Silent
 
@@ -337,6 +339,20 @@ def test_more_epochs(run: Path, text: Path) -> None:
     assert "165, epoch 3.0" in ok("train", "--resume", run)[0]  # and nothing has to be said again
 
 
+def test_baselines_train_as_long_as_the_run_and_on_its_text(run: Path, text: Path) -> None:
+    """Also where a comparison has trained them before."""
+    ok("train", text, "--out", "short", *SIZES, "--epochs", 0.1, "-q")
+    ok("compare", "short", "--json")
+    moved = Path("moved.txt")
+    moved.write_text(text.read_text())
+    ok("train", "--resume", "short", "--epochs", 0.2, "--text", moved, "-q")
+    ok("compare", "short", "--json")
+    for kind in ("window", "convolution"):
+        baseline = open_run(f"short/baselines/{kind}")
+        assert baseline.options.sources == (str(moved.absolute()),)
+        assert baseline.metrics[-1]["step"] == open_run("short").metrics[-1]["step"] == 11
+
+
 def test_fewer_epochs_but_not_fewer_than_were_trained(run: Path, text: Path) -> None:
     refused(
         "run has trained for 2 epochs already: --epochs must be more; got 1.5",
@@ -404,6 +420,7 @@ def test_a_text_that_moved(run: Path, text: Path) -> None:
     refused("has changed since the run began", "train", "--resume", run, "--text", "other.txt")
     refused("there is no file .*none.txt", "train", "--resume", run, "--text", "none.txt")
     refused("has 1 texts .* and 2 new places", "train", "--resume", run, "--text", "other.txt", "--text", "other.txt")
+    refused("is a file or a folder, .* got standard input", "train", "--resume", run, "--text", "-")
     refused("--text goes with --resume", "train", "other.txt", "--text", "other.txt")
     for place in (text, text.parent):  # the file, or the folder that it is in
         ok("train", "--resume", run, "--text", place)
@@ -580,10 +597,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused(run: Path, text: Path) -> None:
 
 def test_an_older_run_with_a_long_warm_up_goes_on(run: Path, text: Path) -> None:
     """Bit for bit: fifty steps were in its config, whatever its length. And it can be compared."""
-    config = json.loads((run / "config.json").read_text())
-    config["options"] |= {"warmup": 50, "epochs": 0.5}
-    # A run of 27 steps with a warm-up of 50, as it began.
-    options = Options.from_json(config["options"])
+    options = replace(open_run(run).options, warmup=50, epochs=0.5)  # 28 steps
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("loopfold.training.job.New.of", _unchecked())
         train(options, "whole")
@@ -592,16 +606,12 @@ def test_an_older_run_with_a_long_warm_up_goes_on(run: Path, text: Path) -> None
     ok("train", "--resume", "killed", "-q")
     name = RunFolder(Path("whole")).checkpoint["weights"]
     assert (Path("whole") / name).read_bytes() == (Path("killed") / name).read_bytes()
-    assert open_run("killed").metrics[-1]["learning_rate"] < options.learning_rate * 27 / 51
+    assert open_run("killed").metrics[-1]["learning_rate"] < options.learning_rate * 28 / 51
     ok("compare", "killed", "--json")
 
 
 def _unchecked() -> Callable[..., Any]:
     """As a version made runs that did not look at the warm-up."""
-    from dataclasses import replace
-
-    from loopfold.training.job import New
-
     made = New.of
     return lambda options, *rest: replace(made(replace(options, warmup=0), *rest), options=options)
 
@@ -647,7 +657,6 @@ def test_what_a_preset_says_is_never_refused(run: Path, text: Path) -> None:
 
 def test_what_has_no_effect_has_none() -> None:
     """The model is the same with other values of each of those that shape it."""
-    from loopfold.training.making import make_model
 
     def made(**changes: Any) -> dict[str, torch.Tensor]:
         base: dict[str, Any] = {"hidden_size": 6, "model": changes.pop("model", "recurrent")}
@@ -665,7 +674,7 @@ def test_what_has_no_effect_has_none() -> None:
         for name, value in values.items():
             options = Options(model=model, **{name: value})
             has_effect = EFFECT[name][0](options if name != "embedding_size" else Options(model=model))
-            before, after = made(model=model), made(model=model, **{name: value} | ({} if name != "tied" else {}))
+            before, after = made(model=model), made(model=model, **{name: value})
             same = {k: p.tolist() for k, p in before.items()} == {k: p.tolist() for k, p in after.items()}
             assert same != has_effect, (model, name)
 

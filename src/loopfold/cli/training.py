@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 OPTIONS = {option.name: option for option in fields(Options)}
 TEXT = OPTIONS.pop("sources")
-PANELS = ("Text", "Model", "Training", "Run")
-FIRST = {"split": "Text", "model": "Model", "streams": "Training", "device": "Run"}  # of each panel
+PANELS = {"split": "Text", "model": "Model", "streams": "Training", "device": "Run"}  # with the first option of each
 UNITS = {"char": "characters", "chars": "characters", "character": "characters", "byte": "bytes", "word": "words"}
 UNITS |= {"subword": "subwords", "bpe": "subwords"}
 
@@ -32,10 +31,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command with a flag for each option of a run in place of its `**options`, panel by panel."""
     hints, signature = get_type_hints(Options), inspect.signature(command)
     text, *own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-    panels: dict[str, list[inspect.Parameter]] = {panel: [] for panel in PANELS}
+    panels: dict[str, list[inspect.Parameter]] = {panel: [] for panel in PANELS.values()}
     panel = ""
     for name, option in OPTIONS.items():
-        panel = FIRST.get(name, panel)
+        panel = PANELS.get(name, panel)
         panels[panel].append(_flag(option, str if name == "split" else hints[name], panel))
     for parameter in own:
         info = copy(parameter.annotation.__metadata__[0])  # one that other commands have too stays as it is
@@ -45,7 +44,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         panels[panel].insert(
             place, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
         )
-    flags = [parameter for panel in PANELS for parameter in panels[panel]]
+    flags = [parameter for parameters in panels.values() for parameter in parameters]
     command.__signature__ = signature.replace(parameters=[text, *flags])  # type: ignore[attr-defined]
     return command
 
@@ -168,7 +167,8 @@ def train(
         go_on = f"{stopped} Go on with: loopfold train --resume {quote(str(stopped.path))}"
         raise guards.Stopped(go_on, stopped.signal, stopped.path) from stopped
     if not rank:
-        typer.echo(run.path if quiet else _done(run) if RunFolder(run.path).step() != before else _finished(run))
+        idle = before == RunFolder(run.path).step()
+        typer.echo(run.path if quiet else _finished(run) if idle else _done(run))
 
 
 def _check_together(

@@ -1,6 +1,7 @@
 """What the loop trains: made anew from options and a text, begun in a folder, or as a folder keeps it."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -120,14 +121,9 @@ class New:
 
     def place(self, out: str | Path | None) -> Path:
         """Where the run would go."""
-        for path in self._places(out):
-            try:
-                RunFolder(path).check_free()
-                return path
-            except Taken:
-                if out is not None:
-                    raise
-        raise AssertionError("there is always another name")
+        path = next(path for path in self._places(out) if out is not None or not os.path.lexists(path))
+        RunFolder(path).check_free()
+        return path
 
     def begin(self, out: str | Path | None, held: ExitStack) -> "Job":
         """The run in a new folder, which is locked for as long as `held` is open."""
