@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import loopfold as lf
 from loopfold import cli
 from loopfold.training.folder import RunFolder
+from loopfold.training.options import EFFECT
 
 
 def randn(*shape: int) -> Tensor:
@@ -38,12 +39,14 @@ def gradients(loss: Tensor, of: nn.Module | Mapping[str, Tensor], **inputs: Tens
 
 
 def flags_of(options: lf.Options) -> list[str]:
-    """Every option as arguments of `loopfold train`, so that no preset has a say."""
+    """Every option that has an effect as arguments of `loopfold train`, so that no preset has a say."""
     flags = ["--split=" + "/".join(map(str, options.split))]
     for name, value in options.as_json().items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags += [f"--{flag}"] if value else [f"--no-{flag}"] if name != "one_hot" else []
+        elif name in EFFECT and not EFFECT[name][0](options):
+            continue
         elif value is not None and name not in ("sources", "split"):
             flags.append(f"--{flag}={value}")
     return [*options.sources, *flags]

@@ -418,7 +418,7 @@ def test_trust_without_resume_is_a_mistake(text: Path) -> None:
     assert said_by("train", text, "--trust") == (
         2,
         "",
-        "loopfold: --trust goes with --resume: a cell of your own, given with --cell, is yours already.\n",
+        "loopfold: --trust goes with --resume or --from: a cell of your own, given with --cell, is yours already.\n",
     )
 
 

@@ -34,12 +34,12 @@ The modules in the order in which data flows; each imports only from those above
     backpropagation  the book's gradients by hand; truncated back-propagation
     gradients        the share of each step; how far gradients reach
     spectrum         the eigenvalues of W
-    text             corpus, vocabulary, and tokens laid out as streams
+    text             corpus, vocabulary, overlap, and tokens laid out as streams
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
     training         options, cells, making; contents, stored, folder, packed (a run on disk), listing, checkpoint,
-                     table, run, watching, loop
+                     table, run; watching, guards, job, loop, rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

@@ -14,8 +14,10 @@ from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
 from loopfold.text.vocabulary import Tokens
 from loopfold.training.folder import RunFolder
+from loopfold.training.job import anew
 from loopfold.training.loop import resume, train
-from loopfold.training.run import Run, moved_to, open_run
+from loopfold.training.options import Options
+from loopfold.training.run import Run, moved_to
 from loopfold.training.stored import RunError
 from loopfold.training.table import Comparison, Row
 from loopfold.training.watching import Silent, Watcher
@@ -83,14 +85,12 @@ def _baseline(run: Run, kind: str, part: str, tokens: Tokens, watcher: Callable[
     Nothing is written into a packed run or a folder that may not be written. What a comparison found before it was
     packed is taken as it is, and what is trained now is gone afterwards.
     """
-    plain = replace(run.options, cell="gru", recurrent_init=None, forget_bias=None, one_hot=False, tied=False)
+    plain = replace(anew(run.options), cell="gru", recurrent_init=None, forget_bias=None, one_hot=False, tied=False)
     options = moved_to(replace(plain, model=kind, **BASELINES[kind]), run.moved)
     if isinstance(run.stored, RunFolder):
         path = run.stored.below("baselines", kind)
         if (path / "checkpoint.json").exists():
-            found = RunFolder.find(path)
-            ended = found.standing.finished and found.options.epochs >= run.options.epochs
-            return row_of(open_run(path) if ended else resume(path, watcher=watcher(kind)), kind, tokens)
+            return row_of(_resumed(path, moved_to(run.options, run.moved), watcher(kind)), kind, tokens)
         if os.access(run.path, os.W_OK):
             return row_of(train(options, path, watcher=watcher(kind)), kind, tokens)
     kept = Comparison.read(run.stored)
@@ -99,6 +99,14 @@ def _baseline(run: Run, kind: str, part: str, tokens: Tokens, watcher: Callable[
             return row
     with TemporaryDirectory() as folder:
         return row_of(train(options, Path(folder) / kind, watcher=watcher(kind)), kind, tokens)
+
+
+def _resumed(path: Path, options: Options, watcher: Watcher) -> Run:
+    """A baseline that has begun; what has changed of the run since then changes for it too."""
+    own = RunFolder.find(path).options
+    changes: dict[str, Any] = {"device": options.device} if own.device != options.device else {}
+    changes |= {"epochs": options.epochs} if own.epochs < options.epochs else {}
+    return resume(path, text=[] if own.texts == options.texts else options.texts, watcher=watcher, **changes)
 
 
 def row_of(run: Run, name: str, tokens: Tokens) -> Row:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,7 +117,7 @@ def main() -> None:
     """What the command `loopfold` runs."""
     before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
     try:
-        with _errors(), _output():
+        with _errors(), _warnings(), _output():
             code = app(standalone_mode=False, prog_name="loopfold")
         sys.exit(code or 0)
     finally:
@@ -169,7 +170,26 @@ def _errors() -> Iterator[None]:
         with suppress(OSError):
             typer.echo(f"loopfold: {line}", err=True)
         _flush()
-        os._exit(code) if _several() else sys.exit(code)  # a lost process cannot be waited for
+        os._exit(code) if several() else sys.exit(code)  # a lost process cannot be waited for
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """That a cell cannot be compiled is said once, in one line: not for each layer, nor with a line of our code."""
+    told = set[str]()
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if category.__name__ != "EngineWarning":
+            return plain(message, category, *rest)
+        said = str(message).partition(" Type engine=")[0]
+        _, slow, why = said.partition(" runs as a Python loop: ")
+        if (slow or said) not in told:
+            print(f"note: {f'the cell runs as a Python loop, which is slow: {why}' if slow else said}", file=sys.stderr)
+        return told.add(slow or said)
+
+    with warnings.catch_warnings():
+        plain, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
+        yield
 
 
 def _sentence(error: Exception) -> str:
@@ -234,5 +254,6 @@ def _flush() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _several() -> bool:
+def several() -> bool:
+    """Whether other processes run the same command, under torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -2,36 +2,60 @@
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
-from dataclasses import Field, fields
+from copy import copy
+from dataclasses import Field, fields, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, cells, completing, flag
+from loopfold.cli.base import TrustOption, app, cells, completing, flag, several
 from loopfold.errors import OptionError
-from loopfold.training.options import PRESETS, Options, preset
+from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
+
+if TYPE_CHECKING:
+    from loopfold.training.run import Run
 
 OPTIONS = {option.name: option for option in fields(Options)}
 TEXT = OPTIONS.pop("sources")
+PANELS = {"split": "Text", "model": "Model", "streams": "Training", "device": "Run"}  # with the first option of each
+UNITS = {"char": "characters", "chars": "characters", "character": "characters", "byte": "bytes", "word": "words"}
+UNITS |= {"subword": "subwords", "bpe": "subwords"}
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag for each option of a run in place of its `**options`."""
+    """The command with a flag for each option of a run in place of its `**options`, panel by panel."""
     hints, signature = get_type_hints(Options), inspect.signature(command)
-    own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-    flags = [_flag(option, str if name == "split" else hints[name]) for name, option in OPTIONS.items()]
-    command.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    text, *own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+    panels: dict[str, list[inspect.Parameter]] = {panel: [] for panel in PANELS.values()}
+    panel = ""
+    for name, option in OPTIONS.items():
+        panel = PANELS.get(name, panel)
+        panels[panel].append(_flag(option, str if name == "split" else hints[name], panel))
+    for parameter in own:
+        info = copy(parameter.annotation.__metadata__[0])  # one that other commands have too stays as it is
+        panel = info.rich_help_panel = info.rich_help_panel or "Run"
+        kind: Any = get_args(parameter.annotation)[0]
+        place = 0 if panel == "Model" else len(panels[panel])  # a preset before its parts
+        panels[panel].insert(
+            place, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
+        )
+    flags = [parameter for parameters in panels.values() for parameter in parameters]
+    command.__signature__ = signature.replace(parameters=[text, *flags])  # type: ignore[attr-defined]
     return command
 
 
-def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
+def _flag(option: Field[Any], kind: Any, panel: str) -> inspect.Parameter:
     """None by default, which leaves the option to the preset."""
     about = f"{option.metadata['help']} {_defaults(option.name)}"
-    info = typer.Option(
-        help=about, show_default=False, rich_help_panel="Options of the run", autocompletion=_completion(option)
-    )
+    alias = option.metadata["alias"]
+    names = [flag(option.name), flag(alias)] if alias else []
+    complete = _completion(option)
+    info = typer.Option(*names, help=about, show_default=False, rich_help_panel=panel, autocompletion=complete)
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
@@ -60,6 +84,9 @@ def _spelt(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
 
 
+# ------------------------------------------------------------------ train
+
+
 @app.command(
     epilog="**Example:** `loopfold train shakespeare.txt --preset standard --out runs/bard`, then "
     "`loopfold generate runs/bard --prompt 'ROMEO:'`. Under `torchrun --nproc-per-node 2 -m loopfold train …` the "
@@ -67,53 +94,150 @@ def _spelt(value: Any) -> str:
 )
 @with_flags
 def train(
-    text: Annotated[list[str] | None, typer.Argument(help=TEXT.metadata["help"])] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make; runs/NAME-N by default.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
-    ] = None,
+    text: Annotated[list[str] | None, typer.Argument(help=TEXT.metadata["help"], show_default=False)] = None,
     preset_name: Annotated[
         str | None,
         typer.Option(
             "--preset",
             autocompletion=completing(*PRESETS),
-            help="quick (the default: a minute or two), standard (ten minutes) or words; other flags change it.",
+            help="A start for all that follows, which other flags change: quick (a minute or two), standard (ten "
+            "minutes) or words. [default: quick]",
+            rich_help_panel="Model",
         ),
     ] = None,
-    save_every: Annotated[float, typer.Option(help="Seconds from one checkpoint to the next.")] = 30.0,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder to make. [default: runs/TEXT-CELL-N]", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with a run that was stopped or killed, or has ended: then with more --epochs, or --patience. "
+            "The learning rate is where it would be, had the run had as many from the start. --evaluate-every and "
+            "--device may change too.",
+        ),
+    ] = None,
+    moved: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text", metavar="PLACE", help="With --resume: the new place of a text that moved; again for each file."
+        ),
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Fine-tune: start with the weights of another run, its vocabulary, its model and its other options.",
+        ),
+    ] = None,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds from one checkpoint to the next. [default: 30]", show_default=False)
+    ] = 30.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be trained and how long it takes; write nothing.")
+    ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the run folder alone.")] = False,
     trust: TrustOption = False,
     **options: Any,
 ) -> None:
     """Train a language model on text, into a run folder. Stop it when you like: --resume goes on, bit for bit."""
-    changes = {name: value for name, value in options.items() if value is not None}
-    if resume is not None:
-        given = {"TEXT": text, "--out": out, "--preset": preset_name}
-        unwanted = [name for name, value in given.items() if value]
-        unwanted += [flag(name, value if isinstance(value, bool) else None) for name, value in changes.items()]
-        if unwanted:
-            raise OptionError(f"--resume goes on with the options that the run has; leave out {', '.join(unwanted)}.")
-    elif trust:
-        raise OptionError("--trust goes with --resume: a cell of your own, given with --cell, is yours already.")
-    if "split" in changes:
-        changes["split"] = _shares(changes["split"])
+    changes = {name: _meant(name, value) for name, value in options.items() if value is not None}
+    given = {"TEXT": text, "--out": out, "--preset": preset_name, "--from": from_run, "--dry-run": dry_run}
+    _check_together(given, changes, resume, moved, from_run, trust)
     if text:
         changes["sources"] = tuple(text)
-    from loopfold.training import loop, watching
+    from loopfold.training import guards, loop, rehearsal, watching
+    from loopfold.training.folder import RunFolder
 
+    if quiet:
+        warnings.simplefilter("ignore")
     rank = int(os.environ.get("RANK", 0))
     watchers: list[watching.Watcher] = [] if quiet or rank else [watching.Terminal()]
     if tensorboard and not rank:
         watchers.append(watching.TensorBoard())
-    watcher = watching.Several(watchers)
-    if resume is not None:
-        run = loop.resume(resume, watcher=watcher, save_every=save_every, trust=trust)
-    else:
-        run = loop.train(preset(preset_name or "quick", **changes), out, watcher=watcher, save_every=save_every)
+    how: dict[str, Any] = {"watcher": watching.Several(watchers), "save_every": save_every}
+    before: int | None = None
+    try:
+        if resume is not None:
+            before = RunFolder.find(resume).step()
+            run = loop.resume(resume, text=moved or (), trust=trust, **how, **changes)
+        else:
+            start = None if from_run is None else loop.open_run(from_run, trust=trust)
+            chosen = _chosen(preset_name or "quick", changes, start)
+            if dry_run:
+                typer.echo(_foretold(rehearsal.rehearse(chosen, out, start=start)))
+                return
+            run = loop.train(chosen, out, start=start, **how)
+    except guards.Stopped as stopped:
+        if several():
+            raise
+        go_on = f"{stopped} Go on with: loopfold train --resume {quote(str(stopped.path))}"
+        raise guards.Stopped(go_on, stopped.signal, stopped.path) from stopped
     if not rank:
-        following = "; ".join(f"loopfold {command} {run.path}" for command in ("compare", "generate", "report"))
-        typer.echo(f"The run is in {run.path}. Next: {following}")
+        idle = before == RunFolder(run.path).step()
+        typer.echo(run.path if quiet else _finished(run) if idle else _done(run))
+
+
+def _check_together(
+    given: dict[str, Any],
+    changes: dict[str, Any],
+    resume: Path | None,
+    moved: list[str] | None,
+    from_run: Path | None,
+    trust: bool,
+) -> None:
+    """Which flags go with which."""
+
+    def typed(names: list[str]) -> list[str]:
+        return [flag(name, changes[name] if isinstance(changes[name], bool) else None) for name in names]
+
+    if resume is not None:
+        unwanted = [name for name, value in given.items() if value]
+        unwanted += typed([name for name in changes if name not in CHANGEABLE])
+        if unwanted:
+            raise OptionError(
+                f"--resume goes on with the options that the run has; leave out {', '.join(unwanted)}."
+                + (" If its text has moved, name the new place with --text." if given["TEXT"] else "")
+            )
+        return
+    if moved:
+        raise OptionError("--text goes with --resume: name the text itself, as in loopfold train text.txt.")
+    if from_run is not None:
+        unwanted = ["--preset"] if given["--preset"] else []
+        unwanted += typed([name for name in changes if name in KEPT])
+        if unwanted:
+            raise OptionError(f"--from keeps the model and vocabulary of {from_run}; leave out {', '.join(unwanted)}.")
+        if not given["TEXT"]:
+            raise OptionError(f"--from needs a text to go on with, as in loopfold train text.txt --from {from_run}.")
+    elif trust:
+        raise OptionError(
+            "--trust goes with --resume or --from: a cell of your own, given with --cell, is yours already."
+        )
+
+
+def _chosen(preset_name: str, changes: dict[str, Any], start: "Run | None") -> Options:
+    """The options of a new run."""
+    from loopfold.training.job import anew
+
+    if start is None:
+        chosen = preset(preset_name, **changes)
+    else:  # whatever is said of a text was said of another one
+        of_text: dict[str, Any] = {name: OPTIONS[name].default for name in ("split", "valid", "test")}
+        chosen = replace(anew(start.options), **(of_text | changes))
+    check_effect(chosen, changes)
+    return chosen
+
+
+def _meant(name: str, value: Any) -> Any:
+    """The value of an option as it is spelt in Python."""
+    if name == "split":
+        return _shares(value)
+    limits = OPTIONS[name].metadata["limits"]
+    if isinstance(limits, tuple) or (name == "cell" and ":" not in value and not value.endswith(".py")):
+        value = value.lower()
+    return UNITS.get(value, value) if name == "unit" else value
 
 
 def _shares(split: str) -> tuple[float, ...]:
@@ -124,3 +248,34 @@ def _shares(split: str) -> tuple[float, ...]:
             f"--split needs shares of train/valid/test, such as 90/5/5 or 90/10/0; got {split!r}."
         ) from None
     return train_, valid, test
+
+
+# ------------------------------------------------------------------ what is said
+
+
+def _done(run: "Run") -> str:
+    return f"The run is in {run.path}. Next: loopfold generate {quote(str(run.path))}, or compare, or report"
+
+
+def _finished(run: "Run") -> str:
+    """That there was nothing to do, and what would be."""
+    from loopfold.training.folder import RunFolder
+    from loopfold.training.job import Progress
+
+    progress, last, patience = Progress.of(RunFolder(run.path)), run.metrics[-1], run.options.patience
+    more = f"--epochs {2 * run.options.epochs:g}"
+    if patience is not None and progress.misses >= patience:
+        more = f"--patience {progress.misses + patience}"
+    return (
+        f"{run.path} is finished: step {last['step']:,}, epoch {last['epoch']:.1f}. To train longer: "
+        f"loopfold train --resume {quote(str(run.path))} {more}"
+    )
+
+
+def _foretold(rehearsal: Any) -> str:
+    plan = rehearsal.plan
+    seconds = timedelta(seconds=max(1, round(rehearsal.seconds)))
+    memory = "" if rehearsal.memory is None else f", {rehearsal.memory / 1e9:.1f} GB of memory"
+    takes = f"about {seconds} at {rehearsal.tokens_per_second:,.0f} tokens/s, evaluations not counted{memory}"
+    notes = (f"note: {note}" for note in plan.notes)
+    return "\n".join([str(plan), *notes, takes, f"The run would be in {plan.path}. Nothing was written."])

@@ -1,1 +1,1 @@
-"""Training: options, folder, checkpoint, watching, loop."""
+"""Training: options, folder, checkpoint, run, watching, guards, job, loop, rehearsal."""

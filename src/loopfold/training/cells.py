@@ -4,16 +4,49 @@ import importlib.util
 import inspect
 import linecache
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from loopfold.errors import Argument, OptionError, choose
+from loopfold.errors import Argument, Mendable, OptionError, choose
 from loopfold.files import source_of
 from loopfold.states import name_of
 from loopfold.transitions import CELLS, Initialiser, Orthogonal, ScaledIdentity, Uniform
+
+
+class CellError(OptionError):
+    """An error in the code of a user's own cell; the message begins with its file and line."""
+
+
+@contextmanager
+def blaming(cell: str, failed: Callable[[], str]) -> Iterator[None]:
+    """An error that comes from the file of a user's own cell is told with its file and line first, then what failed."""
+    try:
+        yield
+    except Mendable:
+        raise
+    except Exception as error:
+        place = _place(error, str(Path(cell.rpartition(":")[0]))) if ":" in cell else None
+        if place is None:
+            raise
+        raise CellError(f"{place} ({failed()})") from error
+
+
+def _place(error: BaseException | None, path: str) -> str | None:
+    """The error that was raised in a file, and where, as in "cell.py, line 12, in forward: KeyError: 'h'"; or None."""
+    while error is not None:
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError) and error.filename == path:
+            return f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+        for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+            if frame.f_code.co_filename == path:
+                return f"{path}, line {line}, in {frame.f_code.co_name}: {said}"
+        error = error.__cause__ or error.__context__  # what came from there may have been wrapped since
+    return None
 
 
 def name_of_cell(kind: type[nn.Module]) -> str:
@@ -51,13 +84,16 @@ def make_cell(name: str, input_size: int, hidden_size: int, **starts: Any) -> nn
     path, _, wanted = name.rpartition(":")
     kind = _load_class(Path(path), wanted)
     _check_starts(kind, wanted, starts)
+    failed = (
+        f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), its input size and hidden size"
+    )
     try:
-        cell = kind(input_size, hidden_size, **starts)
-    except Exception as error:
-        raise OptionError(
-            f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), "
-            f"its input size and hidden size: {error}"
-        ) from error
+        with blaming(name, lambda: failed):
+            cell = kind(input_size, hidden_size, **starts)
+    except CellError:
+        raise
+    except Exception as error:  # not in that file: it takes other arguments, say
+        raise OptionError(f"{failed}: {error}") from error
     if not isinstance(cell, nn.Module):
         raise OptionError(f"{wanted} of {path} must be a torch.nn.Module with forward(state, x); got {name_of(cell)}.")
     return cell
@@ -91,8 +127,12 @@ def _load_class(path: Path, name: str) -> Any:
     if not path.is_file():  # it is in an archive, where Python would not find the lines that an error shows
         lines = source.decode(errors="replace").splitlines(keepends=True)
         linecache.cache[str(path)] = (len(source), None, lines, str(path))
-    try:  # from the source, not by the loader: that would run compiled code that lies beside it
-        exec(compile(source, path, "exec"), vars(module))
+    try:
+        with blaming(f"{path}:{name}", lambda: f"{path} does not run"):
+            # from the source, not by the loader: that would run compiled code that lies beside it
+            exec(compile(source, path, "exec"), vars(module))
+    except CellError:
+        raise
     except Exception as error:
         raise OptionError(f"{path} does not run: {type(error).__name__}: {error}") from error
     found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]

@@ -117,14 +117,20 @@ def check_config(data: dict[str, Any]) -> dict[str, Any]:
     value_of(corpus, "name", str)
     value_of(corpus, "sha256", str)
     value_of(corpus, "tokens", int, 1)
+    if "from" in data:
+        value_of(mapping(data["from"], "from"), "run", str)
     return data
 
 
 def check_checkpoint(data: dict[str, Any]) -> dict[str, Any]:
-    """Names of files, all in the folder itself, with the SHA-256 of each; `progress` is for the loop to check."""
+    """Names of files, all in the folder itself, with the SHA-256 of each.
+
+    `progress` is for the loop to check, and `changes` for the options.
+    """
     value_of(data, "step", int, 0)
     value_of(data, "metrics_bytes", int, 0)
     mapping(data.get("progress"), "progress")
+    mapping(data.get("changes", {}), "changes")
     files = mapping(data.get("files"), "files")
     for name, digest in files.items():
         if name not in (*FIXED, *SOMETIMES, METRICS) and not is_of_tensors(name):
@@ -146,9 +152,9 @@ def is_of_tensors(name: str) -> bool:
     return any(form.fullmatch(name) for form in _TENSORS.values())
 
 
-def check_metrics(data: bytes) -> list[dict[str, Any]]:
-    """The learning curve: an object of numbers in every line."""
-    entries = []
+def check_metrics(data: bytes, last: int) -> list[dict[str, Any]]:
+    """The learning curve: an object of numbers in every line, with rising steps up to `last` at most."""
+    entries, before = [], 0
     for number, line in enumerate(data.splitlines(), start=1):
         try:
             entry = from_json(line)
@@ -159,6 +165,9 @@ def check_metrics(data: bytes) -> list[dict[str, Any]]:
                 if not math.isfinite(value_of(entry, name, float, 0)):
                     raise ValueError(f"{name} must be finite; got {entry[name]}")
             value_of(entry, "train", float | None)
+            if not before < entry["step"] <= last:
+                raise ValueError(f"step must be above {before} and at most {last}; got {entry['step']}")
+            before = entry["step"]
         except ValueError as error:
             raise ValueError(f"in line {number}, {error}") from error
         entries.append({name: math.nan if value is None else value for name, value in entry.items()})

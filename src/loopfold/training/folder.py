@@ -7,7 +7,8 @@
     metrics.jsonl               a line for every entry of the learning curve
     weights-1200.safetensors    the model after 1,200 steps; also the one that was best on the valid text
     state-1200.safetensors      the optimiser, and the state carried from window to window
-    checkpoint.json             which of these files belong together, and the SHA-256 of each
+    checkpoint.json             which of these files belong together, and the SHA-256 of each; options that have
+                                changed since the run began
 
 A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` is written last: until
 then the one before it counts, with all its files. So a run can be killed at any moment and resumed from the last
@@ -68,6 +69,7 @@ class RunFolder(StoredRun):
         vocabulary: Mapping[str, Any],
         progress: Mapping[str, Any],
         weights: "dict[str, Tensor]",
+        came_from: Mapping[str, Any] | None = None,
     ) -> Iterator["RunFolder"]:
         """A new folder with a checkpoint of step 0, locked while open. Nothing that exists already is overwritten."""
         import torch
@@ -100,7 +102,7 @@ class RunFolder(StoredRun):
                         "torch": torch.__version__,
                         "python": platform.python_version(),
                     },
-                }
+                } | ({} if came_from is None else {"from": dict(came_from)})
                 folder._write("config.json", contents.to_json(config))
                 folder._write(contents.METRICS, b"")
                 folder.save(0, progress, weights, {}, best=True)
@@ -109,18 +111,25 @@ class RunFolder(StoredRun):
                 raise
             yield folder
 
+    def check_free(self) -> None:
+        """Refuse to begin a run where something is already."""
+        with _writing(self.path):
+            taken = os.path.lexists(self.path) and (not self.path.is_dir() or any(self.path.iterdir()))
+        if taken:
+            raise self._taken()
+
+    def _taken(self) -> Taken:
+        word = RESUME if (self.path / "checkpoint.json").exists() else "remove"
+        return Taken(f"{self.path} exists already: choose another ", OUT, ", or ", word, " it.")
+
     def _claim(self) -> None:
         """Make the folder ours, or refuse. Of two processes only one makes this file, with or without locks."""
+        self.check_free()
         with _writing(self.path):
-            taken = any(self.path.iterdir())
-            if not taken:
-                try:
-                    (self.path / "config.json").touch(exist_ok=False)
-                except FileExistsError:
-                    taken = True
-        if taken:
-            word = RESUME if (self.path / "checkpoint.json").exists() else "remove"
-            raise Taken(f"{self.path} exists already: choose another ", OUT, ", or ", word, " it.")
+            try:
+                (self.path / "config.json").touch(exist_ok=False)
+            except FileExistsError as error:
+                raise self._taken() from error
 
     def _remove(self, made: bool) -> None:
         """Take back what `create` has written, and nothing else."""
@@ -134,7 +143,7 @@ class RunFolder(StoredRun):
 
     @staticmethod
     def find(path: Path) -> "RunFolder":
-        """The run at `path`, not checked yet. What never changes, such as its options, may be read without the lock."""
+        """The run at `path`, not checked yet. Its options may be read without the lock."""
         folder = RunFolder(path)
         try:
             if path.suffix == PACKED and path.is_file():
@@ -282,9 +291,18 @@ class RunFolder(StoredRun):
             "metrics_bytes": len(metrics),
             "files": digests,
         }
-        own = sha256(contents.to_json(checkpoint))
-        self._write("checkpoint.json", contents.to_json(checkpoint | {"sha256": own}))
+        self._point_to(checkpoint | {name: before[name] for name in ("changes",) if name in before})
         self._sweep()
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """From now on these options have other values than when the run began."""
+        checkpoint = self.checkpoint
+        self._point_to(checkpoint | {"changes": checkpoint.get("changes", {}) | dict(changes)})
+
+    def _point_to(self, checkpoint: Mapping[str, Any]) -> None:
+        """Make this the checkpoint that counts."""
+        own = sha256(contents.to_json(checkpoint))
+        self._write("checkpoint.json", contents.to_json({**checkpoint, "sha256": own}))
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         self._write(name, contents.to_json(data))

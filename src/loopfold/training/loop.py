@@ -3,197 +3,141 @@
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
-from itertools import count
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from loopfold.errors import Argument, Mendable, OptionError
+from loopfold.errors import OptionError
 from loopfold.evaluation import perplexity
-from loopfold.language.base import LanguageModel
-from loopfold.processes import Processes, ProcessLost, join_processes
+from loopfold.processes import Processes, join_processes
 from loopfold.states import detached, leaves
-from loopfold.text.corpus import Corpus, is_there_once, read_corpus
+from loopfold.text.corpus import read_corpus
 from loopfold.text.streams import Streams
-from loopfold.text.vocabulary import Tokens
-from loopfold.training import trust as trusted
-from loopfold.training.cells import check_cell
-from loopfold.training.checkpoint import forms_of, load_state, model_with, state_of, weights_of
-from loopfold.training.contents import check_fields
-from loopfold.training.folder import RESUME, RunError, RunFolder, Taken
-from loopfold.training.making import make_model, make_vocabulary
-from loopfold.training.options import Options
-from loopfold.training.run import LOG_EVERY, Run, check_device, check_same_text, check_trust, open_run, read_again
+from loopfold.training.cells import blaming
+from loopfold.training.checkpoint import load_state, state_of, weights_of
+from loopfold.training.folder import RunFolder
+from loopfold.training.guards import Diverged, Interrupts, Stopped, check_shares, check_sources, diverged, together
+from loopfold.training.job import Job, New, Progress, streams_of, warmup_of
+from loopfold.training.making import make_optimiser
+from loopfold.training.options import CHANGEABLE, Options
+from loopfold.training.run import (
+    LOG_EVERY,
+    Run,
+    check_device,
+    check_same_text,
+    check_trust,
+    moved_to,
+    open_run,
+    read_again,
+)
 from loopfold.training.watching import Plan, Silent, Watcher
 
-
-class Diverged(Mendable):
-    """A loss or a gradient that is no longer a finite number."""
-
-
-class Stopped(Exception):
-    """The run was asked to stop, and was saved first. `signal` is the number of the signal that asked."""
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.signal = number
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the loop counts, and a checkpoint keeps."""
-
-    step: int = 0
-    nll: float = 0.0  # of the tokens since the last entry of the learning curve
-    tokens: int = 0
-    best: float | None = None  # nats a token on the valid text, once it was evaluated
-    misses: int = 0  # evaluations since then
-    seconds: float = 0.0
-
-    @staticmethod
-    def of(folder: RunFolder) -> "Progress":
-        """What the checkpoint of a folder has kept."""
-        try:
-            progress = Progress(**folder.checkpoint["progress"])
-            check_fields(progress)
-            if min(progress.step, progress.tokens, progress.misses) < 0 or not 0 <= progress.seconds < math.inf:
-                raise ValueError("a count is below 0, or the time is not a number")
-        except (TypeError, ValueError) as error:
-            raise RunError(
-                f"{folder.path / 'checkpoint.json'} is damaged: its progress is impossible ({error})."
-            ) from error
-        return progress
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What the loop trains, as `train` made it or as a run folder keeps it."""
-
-    folder: RunFolder
-    options: Options
-    model: LanguageModel
-    train_tokens: Tokens
-    valid_tokens: Tokens
-
-    @staticmethod
-    def of(folder: RunFolder, corpus: Corpus) -> "_Job":
-        """What a folder keeps, as its last checkpoint has it."""
-        options, vocabulary, name = folder.options, folder.vocabulary, folder.checkpoint["weights"]
-        model = model_with(options, vocabulary.size, folder.tensors(name), folder.path / name)
-        return _Job(folder, options, model, vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid))
+__all__ = ["Diverged", "Run", "Stopped", "open_run", "resume", "train"]
 
 
 def train(
-    options: Options, out: str | Path | None = None, *, watcher: Watcher = Silent(), save_every: float = 30.0
+    options: Options,
+    out: str | Path | None = None,
+    *,
+    start: Run | None = None,
+    watcher: Watcher = Silent(),
+    save_every: float = 30.0,
 ) -> Run:
     """Train a language model as `options` say, in a new run folder; a checkpoint every `save_every` seconds.
 
-    `out`  the folder, which must not exist yet or be empty; by default runs/NAME-N, with the first N that is free
+    `out`    the folder, which must not exist yet or be empty; by default runs/NAME-N, with the first N that is free
+    `start`  a run with whose weights and vocabulary this one begins; its options say the same of the model
     """
     processes = join_processes(check_device(options.device))
-    _check_shares(options.streams, processes)
+    check_shares(options.streams, processes)
     if "-" in options.texts and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
-    for source in (*options.sources, options.valid, options.test):
-        if source and is_there_once(source):
-            raise OptionError(
-                f"{source} is not a file, so the run could not read it again: save it to one, or pipe it in and name -."
-            )
+    check_sources(options)
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
-    if options.patience is not None and not corpus.valid:
-        raise OptionError(
-            Argument("patience"), " needs a valid text to watch, and there is none: leave it out, or give one."
-        )
     with ExitStack() as held:
-        job = _begin(options, corpus, out, processes, held) if processes.first else None
-        with _together(Path(out or "runs")):  # the other processes wait here until the folder exists
+        job = New.of(options, corpus, processes, start).begin(out, held) if processes.first else None
+        with together(Path(out or "runs")):  # the other processes wait here until the folder exists
             path = processes.told(str(job.folder.path) if job else "")
         if job is None:
             folder = RunFolder(Path(path))
             check_same_text(corpus, folder)
-            job = _Job.of(folder, corpus)
+            job = Job.of(folder, corpus)
         return _go_on(job, processes, watcher, save_every)
 
 
-def _begin(options: Options, corpus: Corpus, out: str | Path | None, processes: Processes, held: ExitStack) -> _Job:
-    """A new run in a new folder, which is locked for as long as `held` is open."""
-    vocabulary = make_vocabulary(options, corpus.train)
-    tokens = vocabulary.encode(corpus.train)
-    distinct = len({*tokens.ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
-    if distinct < 2:
-        raise OptionError(f"the text has only {distinct} distinct {vocabulary.unit}: there is nothing to predict.")
-    _check_shares(min(options.streams, len(tokens)), processes)
-    model = make_model(options, vocabulary.size)
-    _try(model, options)  # before anything is written: a cell may not fit
-    about = {"name": corpus.name, "sha256": corpus.sha256, "tokens": len(tokens)}
-    start = asdict(Progress()), weights_of(model)
-    name = "stdin" if options.sources[0] == "-" else Path(options.sources[0]).stem
-    for n in count(1):
-        path = Path(out) if out is not None else Path("runs") / f"{name}-{options.kind}-{n}"
-        try:
-            new = RunFolder.create(path, options.from_anywhere(), about, vocabulary.as_json(), *start)
-            folder = held.enter_context(new)
-            break
-        except Taken:
-            if out is not None:
-                raise
-    if digest := folder.cell_digest():
-        trusted.remember(digest)  # it has run already
-    kept = folder.options
-    check_cell(kept.cell)  # the copy of the user's own, now and not when the trained run is opened
-    return _Job(folder, kept, model, tokens, vocabulary.encode(corpus.valid))
-
-
-def resume(path: str | Path, *, watcher: Watcher = Silent(), save_every: float = 30.0, trust: bool = False) -> Run:
+def resume(
+    path: str | Path,
+    *,
+    text: Sequence[str | Path] = (),
+    watcher: Watcher = Silent(),
+    save_every: float = 30.0,
+    trust: bool = False,
+    **changes: Any,
+) -> Run:
     """Go on with a run that was stopped or killed, from its last checkpoint, bit for bit as if it never had been.
 
-    `trust`  as in `open_run`
+    `text`     the new places of a text that has moved: one for each of its files, or a folder that holds them
+    `trust`    as in `open_run`
+    `changes`  other values of `epochs`, `device`, `patience` or `evaluate_every`, which the run keeps. The learning
+               rate follows from the share of all steps that is done: with more epochs it is higher again
     """
+    for name in changes:
+        if name not in CHANGEABLE:
+            raise OptionError(f"{name!r} makes a run what it is; only {', '.join(CHANGEABLE)} may change on the way.")
     folder = RunFolder.find(Path(path))
-    options = folder.options
-    processes = join_processes(check_device(options.device))
+    processes = join_processes(check_device(replace(folder.options, **changes).device))
     with folder.locked() if processes.first else nullcontext():
         RunFolder.open(folder.path)  # only now: while another process trains, its files change
         check_trust(folder, trust)
-        corpus = read_again(options, folder)
+        places = [str(place) for place in text]
+        corpus = read_again(folder.options, folder, places)
+        if places:
+            moved = moved_to(folder.options, places)
+            changes |= {"sources": moved.sources, "valid": moved.valid, "test": moved.test}
         if processes.first:
             folder.rewind()
-        with _together(folder.path):
+        with together(folder.path):
             processes.any(False)
-        return _go_on(_Job.of(folder, corpus), processes, watcher, save_every)
+        job = Job.of(folder, corpus).changed(changes)
+        if changes and processes.first:
+            folder.change(changes)
+        return _go_on(job, processes, watcher, save_every)
 
 
 # ------------------------------------------------------------------ the loop
 
 
-def _go_on(job: _Job, processes: Processes, watcher: Watcher, save_every: float) -> Run:
+def _go_on(job: Job, processes: Processes, watcher: Watcher, save_every: float) -> Run:
     job.model.to(check_device(job.options.device))
-    path = job.folder.path
-    with torch.random.fork_rng(devices=[]), _Interrupts() as interrupts, watcher, _together(path):
-        _loop(job, processes, watcher, interrupts, save_every)
+    folder = job.folder
+
+    def failed() -> str:
+        return f"training stopped; the last checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}"
+
+    with torch.random.fork_rng(devices=[]), Interrupts() as interrupts, watcher, together(folder.path):
+        with blaming(job.cell, failed):
+            _loop(job, processes, watcher, interrupts, save_every)
         processes.any(False)  # until the first process has written the last checkpoint
-    return open_run(path, trust=True)
+    return open_run(folder.path, trust=True)
 
 
-def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Interrupts", save_every: float) -> None:
+def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrupts, save_every: float) -> None:
     folder, options, model = job.folder, job.options, job.model
-    streams = Streams(job.train_tokens.ids, options.streams, options.window)
-    _check_shares(streams.count, processes)
+    streams = streams_of(options, job.train_tokens)
+    check_shares(streams.count, processes)
     mine = streams.part(processes.rank, processes.count)
-    steps = max(1, round(options.epochs * len(streams)))
+    steps = options.steps(len(streams.ids))
     evaluate_every = options.evaluate_every or len(streams)
     cold = model.initial_context(streams.count)
     device = next(model.parameters()).device
 
-    optimiser = _optimiser(options, model)
-    progress = Progress.of(folder)
+    optimiser = make_optimiser(options, model)
+    progress, entries = Progress.of(folder), folder.metrics
     context = processes.share(load_state(folder, model, optimiser, cold))
     if _finished(progress, steps, options):
         return
@@ -201,7 +145,8 @@ def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Inter
     if processes.count > 1:  # of a learned initial state, only an epoch's first window has a gradient
         learned = any(leaf.requires_grad for leaf in leaves(cold))
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=learned)
-    watcher.begin(Plan(str(folder.path), options, model, steps, len(streams), len(job.train_tokens), progress.step))
+    size = len(streams), len(job.train_tokens)
+    watcher.begin(Plan(str(folder.path), options, model, steps, *size, progress.step, job.notes))
     begun = saved_at = time.monotonic()
     already = progress.seconds
 
@@ -232,7 +177,7 @@ def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Inter
         flags = torch.tensor([float(interrupts.number), float(due and processes.first)], dtype=torch.float64)
         total, norms, stop, due_now = processes.sum(torch.cat([figures, flags])).tolist()
         if not math.isfinite(total + norms):
-            raise _diverged(folder, progress.step + 1, "loss", total / count, norms / processes.count)
+            raise diverged(folder, progress.step + 1, "loss", total / count, norms / processes.count)
         optimiser.step()
         context = detached(scored.context)
         progress = replace(
@@ -257,11 +202,13 @@ def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Inter
                 "learning_rate": rate,
                 "seconds": progress.seconds,
             }
+            entries.append(entry)
             progress = replace(progress, nll=0.0, tokens=0)
             if evaluate:
                 ledger = perplexity(model, job.valid_tokens, processes=processes)
                 if math.isnan(ledger.nll):
-                    raise _diverged(folder, progress.step, "valid loss", ledger.nll, norms / processes.count)
+                    raise diverged(folder, progress.step, "valid loss", ledger.nll, norms / processes.count)
+                entry["train_since_valid"] = _since_valid(entries, streams)
                 entry["valid"] = ledger.nats_per_token
                 best = progress.best is None or ledger.nats_per_token < progress.best
                 if best:
@@ -276,28 +223,32 @@ def _loop(job: _Job, processes: Processes, watcher: Watcher, interrupts: "_Inter
             saved_at = time.monotonic()
         if stop and not at_end:
             number = interrupts.number or int(signal.SIGTERM)
-            raise Stopped(f"stopped at step {progress.step} of {steps}; everything is saved in {folder.path}.", number)
-
-
-def _diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float) -> Diverged:
-    return Diverged(
-        f"at step {step} the {what} is {loss:.4g} and the gradient's norm {norm:.4g}, so training stopped. "
-        f"The last good checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}. "
-        "Start again with a lower ",
-        Argument("learning_rate"),
-        " or ",
-        Argument("clip"),
-        ".",
-    )
+            said = f"stopped at step {progress.step} of {steps}; everything is saved in {folder.path}."
+            raise Stopped(said, number, folder.path)
 
 
 def _finished(progress: Progress, steps: int, options: Options) -> bool:
     return progress.step >= steps or (options.patience is not None and progress.misses >= options.patience)
 
 
+def _since_valid(entries: Sequence[Mapping[str, Any]], streams: Streams) -> float:
+    """The mean of all tokens trained on since the evaluation before: each entry has that since the entry before it."""
+
+    def tokens_to(step: int) -> int:
+        epochs, place = divmod(step, len(streams))
+        return epochs * len(streams.ids) + place * streams.count * streams.window
+
+    nll, end = 0.0, entries[-1]["step"]
+    for entry, before in zip(reversed(entries), [*reversed(entries[:-1]), {"step": 0}], strict=True):
+        nll += entry["train"] * (tokens_to(entry["step"]) - tokens_to(before["step"]))
+        if "valid" in before or not before["step"]:
+            break
+    return nll / (tokens_to(end) - tokens_to(before["step"]))
+
+
 def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
     """Rise over the warm-up, then stay (constant), or fall to zero in a straight line or along a cosine."""
-    rise = min(1.0, (step + 1) / (options.warmup + 1))
+    rise = min(1.0, (step + 1) / (warmup_of(options, steps) + 1))
     done = step / steps
     fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[options.schedule]
     rate = options.learning_rate * rise * fall
@@ -308,80 +259,3 @@ def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, ste
 
 def _seed(options: Options, step: int, processes: Processes) -> int:
     return ((options.seed << 40) + step * processes.count + processes.rank) % (1 << 63)
-
-
-def _optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if options.optimiser == "sgd":
-        return torch.optim.SGD(
-            parameters, options.learning_rate, options.momentum, weight_decay=options.weight_decay, fused=True
-        )
-    return torch.optim.AdamW(parameters, options.learning_rate, weight_decay=options.weight_decay, fused=True)
-
-
-# ------------------------------------------------------------------ what must hold, and what to say if not
-
-
-def _check_shares(streams: int, processes: Processes) -> None:
-    if streams % processes.count:
-        shared = f"{streams} streams cannot be shared by {processes.count} processes; change "
-        raise OptionError(shared, Argument("streams"), ".")
-
-
-def _try(model: LanguageModel, options: Options) -> None:
-    """One step of a copy, since what a cell keeps of it must not reach training. A cell of the user's own may fail."""
-    try:
-        model = deepcopy(model)
-        before = forms_of(model)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(torch.zeros(1, 1, dtype=torch.int64), model.initial_context(1))
-        if forms_of(model) != before:
-            raise ValueError("it changed the parameters that __init__ made, so the model could not be built again")
-    except Exception as error:
-        if ":" not in options.cell:
-            raise
-        raise OptionError(f"the first step of {options.cell} failed: {error}") from error
-
-
-@contextmanager
-def _together(path: Path) -> Iterator[None]:
-    """Say in one sentence that another process is gone, wherever the exchange with it failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, ProcessLost | dist.DistError) and "gloo" not in str(error):  # gloo has no error class
-            raise
-        raise ProcessLost(
-            f"another process of the run has ended or cannot be reached, so this one ends too. If {path} has a "
-            f"checkpoint, ",
-            RESUME,
-            " goes on from it.",
-        ) from error
-
-
-# ------------------------------------------------------------------ signals
-
-
-class _Interrupts:
-    """While open, SIGINT and SIGTERM are noted, for the loop to stop at a good moment; a second SIGINT is obeyed."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __enter__(self) -> "_Interrupts":
-        self._before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._note)
-            except ValueError:  # not the main thread: signals are someone else's
-                return self
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.number and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

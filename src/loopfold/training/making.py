@@ -1,16 +1,17 @@
-"""From options to objects: the vocabulary, and the model."""
+"""From options to objects: the vocabulary, the model, the optimiser."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from loopfold.errors import Argument, OptionError
 from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.language.window import ConvolutionLM, WindowLM
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
-from loopfold.training.cells import STARTS, make_cell
+from loopfold.training.cells import STARTS, blaming, make_cell
 from loopfold.training.options import Options
 
 
@@ -45,7 +46,8 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
         embedding_size = None if options.one_hot else options.embedding_size or n
         first = vocabulary_size if embedding_size is None else embedding_size
         cells = [make_cell(options.cell, first if k == 0 else n, n, **starts) for k in range(options.layers)]
-        with _mendable(*([" Or untie them: ", Argument("tied", False), "."] if options.tied else [])):
+        hint = [" Or untie them: ", Argument("tied", False), "."] if options.tied else []
+        with _mendable(*hint), blaming(options.cell, lambda: f"the first step of {options.cell} failed"):
             return recurrent_lm(
                 vocabulary_size,
                 cells,
@@ -63,6 +65,15 @@ def _starts(options: Options) -> dict[str, object]:
     if starts and options.model != "recurrent":
         raise OptionError(f"a {options.model} has no cell: leave out ", Argument([*starts][0]), ".")
     return starts | ({"recurrent_init": STARTS[options.recurrent_init]} if options.recurrent_init else {})
+
+
+def make_optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if options.optimiser == "sgd":
+        return torch.optim.SGD(
+            parameters, options.learning_rate, options.momentum, weight_decay=options.weight_decay, fused=True
+        )
+    return torch.optim.AdamW(parameters, options.learning_rate, weight_decay=options.weight_decay, fused=True)
 
 
 @contextmanager

@@ -28,11 +28,11 @@ AT_LEAST_0 = Limits("0 or more", lambda x: 0 <= x < math.inf)
 ABOVE_0 = Limits("above 0", lambda x: 0 < x < math.inf)
 
 
-def _option(default: Any, about: str, limits: Limits | tuple[str, ...] | None = None) -> Any:
-    """A field: its help, and its limits, which are the names to choose from where it is text."""
+def _option(default: Any, about: str, limits: Limits | tuple[str, ...] | None = None, alias: str = "") -> Any:
+    """A field: its help, its limits, which are the names to choose from where it is text, and another name of it."""
     if isinstance(limits, tuple):
         about = f"{about}: {', '.join(limits[:-1])} or {limits[-1]}."
-    return field(default=default, metadata={"help": about, "limits": limits})
+    return field(default=default, metadata={"help": about, "limits": limits, "alias": alias})
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,12 @@ class Options:
         ("python-docs",), "Files or folders of UTF-8 text, also as .gz; - for standard input; python-docs by default."
     )
     split: tuple[float, float, float] = _option((90, 5, 5), "Shares of train/valid/test.")
-    valid: str | None = _option(None, "A valid text of its own; then TEXT is all for training.")
-    test: str | None = _option(None, "A test text of its own; then TEXT is all for training.")
+    valid: str | None = _option(
+        None, "A valid text of its own; then TEXT is all for training. By default a share of TEXT."
+    )
+    test: str | None = _option(
+        None, "A test text of its own; then TEXT is all for training. By default a share of TEXT."
+    )
     unit: str = _option("characters", "What a token is", ("characters", "bytes", "words", "subwords"))
     vocabulary_size: int | None = _option(
         None, "The most words, or the number of subwords; all words or 2000 subwords by default.", AT_LEAST_1
@@ -65,7 +69,7 @@ class Options:
         "What the forget gate of an LSTM starts with; 1 helps long memories. By default as the cell has it.",
         Limits("from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
     )
-    hidden_size: int = _option(256, "Units in a layer.", AT_LEAST_1)
+    hidden_size: int = _option(256, "Units in a layer.", AT_LEAST_1, alias="hidden")
     layers: int = _option(1, "Layers on top of each other.", AT_LEAST_1)
     embedding_size: int | None = _option(None, "Numbers for each token; the hidden size by default.", AT_LEAST_1)
     one_hot: bool = _option(False, "One-hot vectors, no embedding.")
@@ -83,17 +87,21 @@ class Options:
     )
 
     # the training
-    streams: int = _option(32, "Parts of the text read side by side: the batch size.", AT_LEAST_1)
+    streams: int = _option(32, "Parts of the text read side by side: the batch size.", AT_LEAST_1, alias="batch_size")
     window: int = _option(64, "Steps that gradients go back; the state goes further.", AT_LEAST_1)
     epochs: float = _option(10.0, "Times through the text.", Limits("above 0 and at most 1e9", lambda x: 0 < x <= 1e9))
-    optimiser: str = _option("adamw", "How weights are updated", ("adamw", "sgd"))
-    learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0)
+    optimiser: str = _option("adamw", "How weights are updated", ("adamw", "sgd"), alias="optimizer")
+    learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0, alias="lr")
     weight_decay: float = _option(0.0, "How fast weights shrink by themselves.", AT_LEAST_0)
     momentum: float = _option(0.0, "The momentum of sgd.", AT_LEAST_0)
     clip: float = _option(1.0, "The largest norm of the gradient; 0: not clipped.", AT_LEAST_0)
     schedule: str = _option("cosine", "The learning rate after the warm-up", ("constant", "linear", "cosine"))
-    warmup: int = _option(50, "Steps in which the rate rises.", AT_LEAST_0)
-    patience: int | None = _option(None, "Stop after so many evaluations without a better one.", AT_LEAST_1)
+    warmup: int | None = _option(
+        None, "Steps in which the rate rises; 50 by default, or a tenth of the run if that is less.", AT_LEAST_0
+    )
+    patience: int | None = _option(
+        None, "Stop after so many evaluations without a better one; never by default.", AT_LEAST_1
+    )
     evaluate_every: int | None = _option(
         None, "Steps from one evaluation to the next; an epoch by default.", AT_LEAST_1
     )
@@ -172,8 +180,97 @@ class Options:
         for name in data:
             if name not in known:
                 raise OptionError(f"the options hold {name!r}, which this version does not know.")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return Options(**values)
+        return Options(**_tuples(data))
+
+    def changed(self, changes: Mapping[str, Any]) -> "Options":
+        """These options with stored changes; one that makes the run something else is an error."""
+        for name in changes:
+            if name not in (*CHANGEABLE, *PLACES):
+                raise OptionError(f"the changes hold {name!r}, which cannot change on the way.")
+        return replace(self, **_tuples(changes))
+
+
+# What may change while a run trains and leave it the same run; and where its text is.
+CHANGEABLE = ("epochs", "device", "patience", "evaluate_every")
+PLACES = ("sources", "valid", "test")
+
+# What a run keeps of the one whose weights it starts with: all that they depend on.
+KEPT = (
+    "unit",
+    "vocabulary_size",
+    "model",
+    "cell",
+    "recurrent_init",
+    "forget_bias",
+    "hidden_size",
+    "layers",
+    "embedding_size",
+    "one_hot",
+    "tied",
+    "span",
+)
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+# ------------------------------------------------------------------ what has no effect
+
+
+def _recurrent(options: Options) -> bool:
+    return options.model == "recurrent"
+
+
+def _with_valid(options: Options) -> bool:
+    if options.valid is None and options.test is None:
+        return options.split[1] > 0
+    return options.valid is not None
+
+
+# An option has an effect only where this holds; why it has none elsewhere; and what to add, if something helps.
+EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
+    "split": (
+        lambda o: o.valid is None and o.test is None,
+        "the valid or the test text is given by itself, so the rest is all for training",
+        None,
+    ),
+    "vocabulary_size": (
+        lambda o: o.unit in ("words", "subwords"),
+        "characters and bytes are as many as there are",
+        Argument("unit", "subwords"),
+    ),
+    "cell": (_recurrent, "only a recurrent model has a cell", None),
+    "recurrent_init": (_recurrent, "only a recurrent model has W", None),
+    "forget_bias": (_recurrent, "only a recurrent model can have a forget gate", None),
+    "layers": (_recurrent, "a window has one layer, and a convolution as many as its span needs", None),
+    "embedding_size": (
+        lambda o: o.model == "window" or (_recurrent(o) and not o.one_hot),
+        "one-hot vectors are no embedding, and that of a convolution has its hidden size",
+        None,
+    ),
+    "one_hot": (_recurrent, "only a recurrent model can read one-hot vectors", None),
+    "tied": (_recurrent, "only a recurrent model can be tied", None),
+    "variational": (
+        lambda o: _recurrent(o) and o.dropout > 0,
+        "it is a kind of dropout, of recurrent models",
+        Argument("dropout", 0.2),
+    ),
+    "span": (lambda o: not _recurrent(o), "a recurrent model sees all tokens before", Argument("model", "window")),
+    "momentum": (lambda o: o.optimiser == "sgd", "adamw has a momentum of its own", Argument("optimiser", "sgd")),
+    "patience": (_with_valid, "there is no valid text to watch", None),
+    "evaluate_every": (_with_valid, "there is no valid text to evaluate on", None),
+}
+
+
+def check_effect(options: Options, given: Mapping[str, Any]) -> None:
+    """Refuse what was asked for and has no effect; what asks for nothing, such as no dropout, is let through."""
+    for name, value in given.items():
+        if name in EFFECT and value:
+            holds, why, instead = EFFECT[name]
+            if not holds(options):
+                hint = [", or add ", instead] if instead else []
+                raise OptionError(Argument(name), f" has no effect here: {why}. Leave it out", *hint, ".")
 
 
 # A preset says how large a model is and how it learns. With two cores, and a megabyte of text: two minutes (quick) and

@@ -249,6 +249,8 @@ def moved_to(options: Options, places: Sequence[str]) -> Options:
     """The options of a run whose text has moved, with whole paths: to places in the old order, or to one folder."""
     if not places:
         return options
+    if "-" in places:
+        raise OptionError("a text that moved is a file or a folder, which can be read again; got standard input.")
     old, new = options.texts, [*places]
     inside = [str(Path(places[0]) / Path(source).name) for source in old]
     if len(places) == 1 and all(map(os.path.lexists, inside)):  # a folder that holds them all under their old names

@@ -114,9 +114,12 @@ class StoredRun(ABC):
 
     @property
     def options(self) -> Options:
-        """The options; the user's own cell and a text from standard input are those that are kept with the run."""
+        """The options, as they have changed since the run began; the user's own cell and a text from standard input are
+        those that are kept with the run."""
         with self._checking("config.json"):
             stored = Options.from_json(self.config["options"])
+        with self._checking("checkpoint.json"):
+            stored = stored.changed(self.checkpoint.get("changes", {}))
         cell = stored.cell if ":" not in stored.cell else f"{self.path / 'cell.py'}:{stored.cell.rpartition(':')[2]}"
         kept = {"-": str(self.path / "stdin.txt")}
         sources = tuple(kept.get(source, source) for source in stored.sources)
@@ -132,7 +135,8 @@ class StoredRun(ABC):
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`."""
+        """Where the run stands: `step`, `progress` (what the loop counts), `weights`, `best`, `state`, `files`; and
+        `changes`, where options have changed."""
         with self._checking("checkpoint.json") as raw:
             data = contents.from_json(raw)
             if data.pop("sha256", None) != sha256(contents.to_json(data)):
@@ -162,9 +166,9 @@ class StoredRun(ABC):
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The learning curve up to the last checkpoint."""
-        size = self.checkpoint["metrics_bytes"]
+        checkpoint = self.checkpoint
         with self._checking(contents.METRICS) as data:
-            return contents.check_metrics(data[:size])
+            return contents.check_metrics(data[: checkpoint["metrics_bytes"]], checkpoint["step"])
 
     def tensors(self, name: str) -> "dict[str, Tensor]":
         """The tensors of one file."""

@@ -3,13 +3,18 @@
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from loopfold.language.base import LanguageModel, count_parameters
 from loopfold.training.options import Options
+
+RECENT = 50  # steps, whose mean loss is shown
+SHOWN_EVERY, PRINTED_EVERY = 0.2, 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,18 @@ class Plan:
     steps_per_epoch: int
     tokens_per_epoch: int
     begin: int  # the step to go on from
+    notes: tuple[str, ...] = ()  # what the user should know of the text
+
+    def __str__(self) -> str:
+        """As in "gru 320, 104 characters, 682,664 parameters; 1,974 steps, 329 an epoch of 336,003 tokens"."""
+        made = f"{self.options.name}, {self.model.vocabulary_size:,} {self.options.unit}"
+        of = f"{self.steps:,} steps, {self.steps_per_epoch:,} an epoch of {self.tokens_per_epoch:,} tokens"
+        going_on = f"; going on from step {self.begin:,}" if self.begin else ""
+        return f"{made}, {count_parameters(self.model):,} parameters; {of}{going_on}"
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens_per_epoch / self.steps_per_epoch
 
 
 class Watcher(ABC):
@@ -91,12 +108,19 @@ class Several(Watcher):
 
 
 class Terminal(Watcher):
-    """A live line with the loss, tokens a second and the time left; above it, a line for every evaluation."""
+    """A line for every evaluation; below them, a live one with the loss, tokens a second and the time left.
+
+    `loss` is the mean of the last 50 steps, `train` that of all tokens since the evaluation before. Where there is no
+    terminal to draw on, such as in a log file, the live line is printed every ten seconds.
+    """
 
     def __init__(self, name: str = "training") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        self.name = name
+        self.console = Console(stderr=True)
+        self.live = self.console.is_interactive or self.console.is_jupyter
         self.progress = Progress(
             TextColumn(name),
             BarColumn(),
@@ -104,45 +128,56 @@ class Terminal(Watcher):
             TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s  left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[curve]}"),
-            console=Console(stderr=True),
+            console=self.console,
         )
         self.curve: list[float] = []
+        self.losses: deque[float] = deque(maxlen=RECENT)
 
     def begin(self, plan: Plan) -> None:
         self.plan = plan
-        self.progress.start()
-        self.loss, self.since, self.at = math.nan, time.monotonic(), plan.begin
+        self.begun = self.since = time.monotonic()
+        self.at = plan.begin
+        if self.live:
+            self.progress.start()
         self.task = self.progress.add_task(
             "", total=plan.steps, completed=plan.begin, loss=math.nan, speed=0.0, curve=""
         )
-        self.progress.console.print(
-            f"{plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch of {plan.tokens_per_epoch:,} tokens; "
-            f"{count_parameters(plan.model):,} parameters"
-            + (f"; going on from step {plan.begin:,}" if plan.begin else ""),
-            highlight=False,
-        )
-        self.progress.console.print(f"run folder {plan.path}", highlight=False, soft_wrap=True, markup=False)
-        self.progress.console.print(f"{'epoch':>6} {'step':>7} {'train':>7} {'valid':>7} {'perplexity':>11}")
+        notes = [f"note: {note}" for note in plan.notes] if self.name == "training" else []  # of a baseline: again
+        for line in (str(plan), *notes, f"run folder {plan.path}"):
+            self._print(line)
+        self._print(f"{'epoch':>6} {'step':>7} {'train':>7} {'valid':>7} {'perplexity':>11}")
 
     def step(self, step: int, loss: float) -> None:
-        self.loss = loss if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * loss
-        seconds = time.monotonic() - self.since
-        per_step = self.plan.tokens_per_epoch / self.plan.steps_per_epoch
-        if seconds > 0.2 or step == self.plan.steps:
-            speed = per_step * (step - self.at) / seconds
-            self.progress.update(self.task, completed=step, loss=self.loss, speed=speed)
-            self.since, self.at = time.monotonic(), step
+        self.losses.append(loss)
+        now = time.monotonic()
+        seconds = now - self.since
+        if seconds < (SHOWN_EVERY if self.live else PRINTED_EVERY) and not (self.live and step == self.plan.steps):
+            return
+        mean = sum(self.losses) / len(self.losses)
+        speed = self.plan.tokens_per_step * (step - self.at) / max(seconds, 1e-9)
+        if self.live:
+            self.progress.update(self.task, completed=step, loss=mean, speed=speed)
+        else:
+            left = (self.plan.steps - step) * (now - self.begun) / (step - self.plan.begin)
+            name = "" if self.name == "training" else f"{self.name}: "
+            self._print(
+                f"{name}step {step:,} of {self.plan.steps:,}, loss {mean:.3f}, {speed:,.0f} tokens/s, "
+                f"{timedelta(seconds=round(left))} left"
+            )
+        self.since, self.at = now, step
 
     def entry(self, entry: dict[str, Any]) -> None:
         if "valid" not in entry:
             return
         self.curve.append(entry["valid"])
         self.progress.update(self.task, curve=sparkline(self.curve))
-        self.progress.console.print(
-            f"{entry['epoch']:>6.1f} {entry['step']:>7,} {entry['train']:>7.3f} {entry['valid']:>7.3f} "
-            f"{math.exp(min(entry['valid'], 700)):>11.2f}",
-            highlight=False,
+        self._print(
+            f"{entry['epoch']:>6.1f} {entry['step']:>7,} {entry['train_since_valid']:>7.3f} {entry['valid']:>7.3f} "
+            f"{math.exp(min(entry['valid'], 700)):>11.2f}"
         )
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def __enter__(self) -> "Terminal":
         return self

@@ -1,0 +1,129 @@
+"""What must hold while a run trains, and what to say if it does not; signals."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from loopfold.errors import Argument, Mendable, OptionError
+from loopfold.language.base import LanguageModel
+from loopfold.processes import Processes, ProcessLost
+from loopfold.text.corpus import is_there_once
+from loopfold.training.cells import blaming
+from loopfold.training.checkpoint import forms_of
+from loopfold.training.folder import RESUME, RunFolder
+from loopfold.training.options import Options
+
+
+class Diverged(Mendable):
+    """A loss or a gradient that is no longer a finite number."""
+
+
+def diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float) -> Diverged:
+    return Diverged(
+        f"at step {step} the {what} is {loss:.4g} and the gradient's norm {norm:.4g}, so training stopped. "
+        f"The last good checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}. "
+        "Start again with a lower ",
+        Argument("learning_rate"),
+        " or ",
+        Argument("clip"),
+        ".",
+    )
+
+
+def check_sources(options: Options) -> None:
+    """A run must be able to read its text again."""
+    for source in options.texts:
+        if is_there_once(source):
+            raise OptionError(
+                f"{source} is not a file, so the run could not read it again: save it to one, or pipe it in and name -."
+            )
+
+
+def check_shares(streams: int, processes: Processes) -> None:
+    if streams % processes.count:
+        shared = f"{streams} streams cannot be shared by {processes.count} processes; change "
+        raise OptionError(shared, Argument("streams"), ".")
+
+
+def check_patience(options: Options, valid: bool) -> None:
+    if options.patience is not None and not valid:
+        raise OptionError(
+            Argument("patience"), " needs a valid text to watch, and there is none: leave it out, or give one."
+        )
+
+
+def try_step(model: LanguageModel, options: Options) -> None:
+    """One step of a copy, since what a cell keeps of it must not reach training. A cell of the user's own may fail."""
+    failed = f"the first step of {options.cell} failed"
+    try:
+        with blaming(options.cell, lambda: failed):
+            model = deepcopy(model)
+            before = forms_of(model)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                model(torch.zeros(1, 1, dtype=torch.int64), model.initial_context(1))
+            if forms_of(model) != before:
+                raise ValueError("it changed the parameters that __init__ made, so the model could not be built again")
+    except OptionError:
+        raise
+    except Exception as error:
+        if ":" not in options.cell:
+            raise
+        raise OptionError(f"{failed}: {error}") from error
+
+
+@contextmanager
+def together(path: Path) -> Iterator[None]:
+    """Say in one sentence that another process is gone, wherever the exchange with it failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, ProcessLost | dist.DistError) and "gloo" not in str(error):  # gloo has no error class
+            raise
+        raise ProcessLost(
+            f"another process of the run has ended or cannot be reached, so this one ends too. If {path} has a "
+            f"checkpoint, ",
+            RESUME,
+            " goes on from it.",
+        ) from error
+
+
+# ------------------------------------------------------------------ signals
+
+
+class Stopped(Exception):
+    """The run in `path` was asked to stop, and was saved first. `signal` is the number of the signal that asked."""
+
+    def __init__(self, message: str, number: int, path: Path) -> None:
+        super().__init__(message)
+        self.signal, self.path = number, path
+
+
+class Interrupts:
+    """While open, SIGINT and SIGTERM are noted, for the loop to stop at a good moment; a second SIGINT is obeyed."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> "Interrupts":
+        self._before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not the main thread: signals are someone else's
+                return self
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

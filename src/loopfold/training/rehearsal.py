@@ -1,0 +1,77 @@
+"""What a run would be, without one: everything is made and a few steps are taken, and nothing is written."""
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loopfold.processes import Processes
+from loopfold.states import detached
+from loopfold.text.corpus import read_corpus
+from loopfold.training.cells import blaming
+from loopfold.training.guards import check_sources
+from loopfold.training.job import New, streams_of
+from loopfold.training.making import make_optimiser
+from loopfold.training.options import Options
+from loopfold.training.run import Run, check_device
+from loopfold.training.watching import Plan
+
+SECONDS, STEPS = 2.0, 20  # of timed steps, at most
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What would happen, and how fast; evaluations take a little more."""
+
+    plan: Plan
+    tokens_per_second: float
+    memory: int | None  # bytes that it took at most; None where the system does not tell
+
+    @property
+    def seconds(self) -> float:
+        """How long training would take."""
+        return self.plan.steps * self.plan.tokens_per_step / self.tokens_per_second
+
+
+def rehearse(options: Options, out: str | Path | None = None, *, start: Run | None = None) -> Rehearsal:
+    """What `train` would do with the same arguments. It takes a few steps, the first of which compiles the cell."""
+    options = replace(options, device=check_device(options.device))
+    check_sources(options)
+    corpus = read_corpus(options.sources, options.split, options.valid, options.test)
+    new = New.of(options, corpus, Processes(), start)
+    streams = streams_of(options, new.tokens)
+    steps = options.steps(len(streams.ids))
+    plan = Plan(str(new.place(out)), options, new.model, steps, len(streams), len(new.tokens), 0, new.notes)
+    model = new.model.to(options.device).train()
+    optimiser, context = make_optimiser(options, model), model.initial_context(streams.count)
+    begun, tokens = 0.0, 0
+    failed = f"the first steps of {options.cell} failed"
+    with torch.random.fork_rng(devices=[]), blaming(options.cell, lambda: failed):
+        for i in range(1 + STEPS):
+            window = streams[i % len(streams)]
+            scored = model(window.tokens.to(options.device), context, window.lengths)
+            optimiser.zero_grad()
+            (scored.nll.sum() / streams.tokens_in(i % len(streams))).backward()
+            float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # as a number, so that a GPU is waited for
+            optimiser.step()
+            context = detached(scored.context)
+            tokens += streams.tokens_in(i % len(streams))
+            if i == 0:
+                begun, tokens = time.perf_counter(), 0
+            elif time.perf_counter() - begun > SECONDS:
+                break
+    return Rehearsal(plan, tokens / (time.perf_counter() - begun), _memory(options.device))
+
+
+def _memory(device: str) -> int | None:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
