@@ -302,8 +302,8 @@ class Stepped(NamedTuple):
     state: State
 
 
-def is_plain(layer: nn.Module, kind: type[RecurrentLayer]) -> bool:
-    """Whether a run of the layer is what `kind` says: neither a `forward` of its own nor a hook has a say in it."""
+def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of the layer is what `kind` says: neither a `forward` of its own nor a hook has a say in it."""
     if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from loopfold.feedback import kept_step
 from loopfold.feeding import Pick, TeacherForcing, undrawn
 from loopfold.language.base import Chooser, Context, LanguageModel, Next, Scored, Written, losses
+from loopfold.language.readout import readout_losses
 from loopfold.outputs import Classes, Outputs
 from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import (
@@ -20,6 +21,7 @@ from loopfold.recurrent import (
     Stacked,
     VariationalDropout,
     engine_of,
+    is_plain,
     step_of,
 )
 from loopfold.states import State, at_end, leaves, whole_number
@@ -68,8 +70,12 @@ class RecurrentLM(LanguageModel):
     def forward(self, tokens: Tensor, context: Context, lengths: Tensor | None = None) -> Scored:
         x = torch.cat([context.last[None], tokens[:-1]])  # x(t) = token(t-1)
         run = self.network.recurrent(self.encode(x), context.memory, lengths)
-        o = self.network.readout(self.dropout(run.hidden))
-        return Scored(losses(o, tokens, lengths), Context(at_end(tokens, lengths), run.last))
+        h, readout = self.dropout(run.hidden), self.network.readout
+        if is_plain(readout, Readout):
+            nll = readout_losses(h, readout.V, readout.c, tokens, lengths)
+        else:
+            nll = losses(readout(h), tokens, lengths)
+        return Scored(nll, Context(at_end(tokens, lengths), run.last))
 
     def next(self, context: Context) -> Next:
         run = self.network.recurrent(self.encode(context.last[None]), context.memory)
