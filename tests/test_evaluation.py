@@ -351,8 +351,8 @@ CHINESE = "汉字是字。\n汉语用汉字"
     [
         (lf.Characters.of("abc\n"), "cab\nxéa", 7, 2),
         (lf.Characters.of(CHINESE), CHINESE, 11, 0),
-        (lf.Words.of("to be or not to be"), "to be\nor not to be", 8, 2),
-        (lf.Words.of(CHINESE), CHINESE, 12, 4),
+        (lf.Words.of("to be or not to be"), "to be\nor not to be\n", 8, 2),
+        (lf.Words.of(CHINESE), CHINESE + "\n", 12, 4),
         (lf.Bytes(), "naïve", 6, 0),
         (lf.Bytes(), CHINESE, 31, 0),
         (lf.Subwords.of(CHINESE * 9, size=270), CHINESE, None, 0),

@@ -32,7 +32,7 @@ class Ledger:
     tokens: int  # how many were scored
     unit: str = "token"  # what a token is
     unknown: int | None = None  # how many of them stand for something that is not in the vocabulary
-    characters: int | None = None  # of the text that they stand for
+    characters: int | None = None  # of the text that they stand for; white space is one, where words are tokens
     bytes: int | None = None  # the same in UTF-8
     carried: bool = True  # whether the state went through the whole text, or started again with every window
 
