@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import loopfold as lf
+from loopfold import evaluation
 from loopfold.language.base import Context, LanguageModel, Next, Scored
 from loopfold.language.recurrent import as_language_model, recurrent_lm
 from loopfold.processes import Processes
+from loopfold.states import leaves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -285,6 +287,25 @@ def test_a_model_that_forgets_reads_little_twice() -> None:
     assert len(watched.calls) == 10 + 1  # ten windows cold; again the first, at whose end nothing has changed
 
 
+def test_of_each_window_only_its_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only of the first windows; whatever comes after them is read again to the end, and is right."""
+    text, compared = torch.randint(SIZE, (400,)), list[Context]()
+
+    def watched(a: Context, b: Context | None, same: Callable[..., bool] = evaluation._same) -> bool:
+        compared.append(a)
+        return same(a, b)
+
+    monkeypatch.setattr(evaluation, "_same", watched)
+    expected = lf.perplexity(made("LSTM and Counter"), text, streams=4, window=10).nll
+    assert compared
+    assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for context in compared for leaf in leaves(context))
+    for kept in (0, 1, 3):
+        monkeypatch.setattr(evaluation, "KEPT", kept)
+        assert lf.perplexity(made("LSTM and Counter"), text, streams=4, window=10).nll == pytest.approx(
+            expected, rel=1e-12
+        )
+
+
 def test_what_is_not_a_number_ends() -> None:
     model = lf.SequenceToSequence(lf.Elman(SIZE, 3), SIZE)
     with torch.no_grad():
@@ -330,8 +351,8 @@ CHINESE = "汉字是字。\n汉语用汉字"
     [
         (lf.Characters.of("abc\n"), "cab\nxéa", 7, 2),
         (lf.Characters.of(CHINESE), CHINESE, 11, 0),
-        (lf.Words.of("to be or not to be"), "to be\nor not to be", 8, 2),
-        (lf.Words.of(CHINESE), CHINESE, 12, 4),
+        (lf.Words.of("to be or not to be"), "to be\nor not to be\n", 8, 2),
+        (lf.Words.of(CHINESE), CHINESE + "\n", 12, 4),
         (lf.Bytes(), "naïve", 6, 0),
         (lf.Bytes(), CHINESE, 31, 0),
         (lf.Subwords.of(CHINESE * 9, size=270), CHINESE, None, 0),

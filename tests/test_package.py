@@ -18,7 +18,7 @@ PUBLIC = """
     Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU MGU Uniform Orthogonal ScaledIdentity
     step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU FusedGPU Auto
     unfold Unfolding Stepper
-    Recurrent Stacked Bidirectional VariationalDropout from_torch to_torch
+    Recurrent Stacked Bidirectional VariationalDropout WeightDrop EmbeddingDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp
     GeneralisedTeacherForcing Soft Raw Greedy Sample
     Pattern Wiring When Readout

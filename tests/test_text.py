@@ -77,6 +77,27 @@ def test_chinese_in_every_vocabulary(vocabulary: Vocabulary) -> None:
         assert vocabulary.decode(tokens.ids.tolist()) == CHINESE
 
 
+@given(st.text(st.sampled_from("ab ,\n\t\u3000é汉字。0"), max_size=40))
+def test_words_count_the_text_that_they_stand_for(text: str) -> None:
+    """Which is what a vocabulary that knows every word makes of its tokens: white space is one character or none."""
+    for words in (Words.of(text, min_count=1), Words.of("汉字 <unk>\n" + text, min_count=1), Words(("a", "汉"))):
+        everything = Words(tuple(dict.fromkeys([*words.words, *words.unknown_in(text)])))
+        if everything._unspaced != words._unspaced:
+            continue
+        ids = everything.encode(text).ids.tolist()
+        meant = everything.decode(ids)
+        tokens = words.encode(text)
+        assert (tokens.characters, tokens.bytes) == (len(meant), len(meant.encode()))
+        assert tokens.unknown == sum(i > 1 and everything.words[i - 2] not in words.words for i in ids)
+
+
+def test_the_word_unk_is_a_word_of_a_closed_text() -> None:
+    words = Words.of("the <unk> sat\nthe cat <unk>\n")
+    tokens = words.encode("the <unk> sat on <unk>\n")
+    assert (tokens.unknown, words.unknown_in("the <unk> sat on <unk>\n")) == (1, ["on"])
+    assert tokens.ids.tolist().count(0) == 3
+
+
 @pytest.mark.parametrize("vocabulary", ALL, ids=of_name)
 def test_a_vocabulary_comes_back_from_json(vocabulary: Vocabulary) -> None:
     again = vocabulary_from_json(json.loads(json.dumps(vocabulary.as_json())))
@@ -146,7 +167,7 @@ def test_rare_words_are_unknown_unless_the_text_says_so_itself() -> None:
     assert Words.of("a a a b b c", min_count=1, max_size=4).words == ("a", "b")
     tokens = Words(("a",)).encode("a x <unk> <eos> y x")
     assert tokens.ids.tolist() == [2, 0, 0, 1, 0, 0, 1]
-    assert tokens.unknown == 4
+    assert tokens.unknown == 3  # not the word <unk>, which is known
     assert Words(("a",)).unknown_in("a x <unk> <eos> y x") == ["x", "y"]
 
 
@@ -169,7 +190,7 @@ def test_a_text_in_words_already_is_taken_at_its_word() -> None:
     assert vocabulary.decode(vocabulary.encode(text).ids.tolist()) == text
     assert vocabulary.encode("你们 去").ids.tolist() == [0, 2, 1]
     assert vocabulary.unknown_in("你们 去") == ["你们"]
-    assert vocabulary_from_json(vocabulary.as_json()).encode(text).unknown == 1
+    assert vocabulary_from_json(vocabulary.as_json()).encode(text + "a").unknown == 1
 
 
 @pytest.mark.parametrize(

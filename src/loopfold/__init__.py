@@ -19,6 +19,7 @@ The modules in the order in which data flows; each imports only from those above
                      looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
                      auto
     unfolding        unfold(), Unfolding
+    regularisers     dropout of inputs, weights and words: VariationalDropout, WeightDrop, EmbeddingDropout
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional
     conversion       from_torch, to_torch: torch's own modules as ours, and back
     outputs          what an output means: Classes, Reals

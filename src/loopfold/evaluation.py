@@ -16,6 +16,8 @@ from loopfold.states import alive, in_evaluation, leaves, map_state, whole_numbe
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens
 
+KEPT = 256  # windows of a text whose ends are remembered, to see whether a state has settled
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -30,7 +32,7 @@ class Ledger:
     tokens: int  # how many were scored
     unit: str = "token"  # what a token is
     unknown: int | None = None  # how many of them stand for something that is not in the vocabulary
-    characters: int | None = None  # of the text that they stand for
+    characters: int | None = None  # of the text that they stand for; white space is one, where words are tokens
     bytes: int | None = None  # the same in UTF-8
     carried: bool = True  # whether the state went through the whole text, or started again with every window
 
@@ -198,18 +200,21 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
     device = cold.last.device
     starts = cold
     nll: list[Tensor] = [torch.zeros(())] * len(part)
-    ends: list[Context | None] = [None] * len(part)
+    ends: list[Context | None] = [None] * min(len(part), KEPT)
     for _ in range(count):
         context = processes.share(starts)
         for i in range(len(part)):
             piece = part[i]
             scored = model(piece.tokens.to(device), context, piece.lengths)
             nll[i] = scored.nll.double().cpu()
-            settled = ends[i] is not None and _same(scored.context, ends[i])
-            ends[i] = context = scored.context
-            if settled:
-                break
-        shifted = map_state(lambda c, e: torch.cat([c[:1], e[:-1]]), cold, processes.gather(ends[-1]))
+            context = map_state(Tensor.clone, scored.context)  # not the states of all steps, of which it is a view
+            if i < KEPT:
+                before, ends[i] = ends[i], context
+                if before is not None and _same(context, before):
+                    break
+        else:
+            last = context
+        shifted = map_state(lambda c, e: torch.cat([c[:1], e[:-1]]), cold, processes.gather(last))
         if _same(shifted, starts):
             break
         starts = shifted

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.patterns import SequenceToOne, SequenceToSequence
-from loopfold.recurrent import Recurrent, RecurrentLayer, Stacked, VariationalDropout, step_of
+from loopfold.recurrent import Recurrent, RecurrentLayer, Stacked, step_of
+from loopfold.regularisers import VariationalDropout
 from loopfold.states import State, Step, asks_for_index, leaves, name_of
 from loopfold.transitions import initial_state
 from loopfold.wiring import Pattern

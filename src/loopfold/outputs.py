@@ -51,7 +51,7 @@ class Classes(Outputs):
         whole_number("Classes", "size", self.size)
 
     def encode(self, y: Tensor) -> Tensor:
-        self._check(y)
+        self.check(y)
         return F.one_hot(y.long(), self.size).to(torch.get_default_dtype())
 
     def soft(self, o: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ class Classes(Outputs):
         return self.greedy(o.detach() + gumbel(o.shape, generator, o)).to(o.dtype)
 
     def losses(self, o: Tensor, y: Tensor) -> Tensor:
-        self._check(y)
+        self.check(y)
         if y.shape != o.shape[:-1]:
             raise ValueError(
                 f"y has shape {tuple(y.shape)}; o is {tuple(o.shape)}, so y must be {tuple(o.shape[:-1])}."
             )
         return F.cross_entropy(o.flatten(0, -2), y.flatten().long(), reduction="none").view(y.shape)
 
-    def _check(self, y: Tensor) -> None:
+    def check(self, y: Tensor) -> None:
         if y.is_floating_point() or y.is_complex():
             raise TypeError(f"targets of Classes({self.size}) are whole numbers; got {y.dtype}. Type y.long().")
         if y.numel() and y.device.type == "cpu" and not 0 <= int(y.min()) <= int(y.max()) < self.size:

@@ -49,7 +49,8 @@ from loopfold.patterns import (
 )
 from loopfold.probing import HiddenStates, Tracked, hidden_states
 from loopfold.processes import Processes
-from loopfold.recurrent import Bidirectional, Recurrent, Stacked, VariationalDropout
+from loopfold.recurrent import Bidirectional, Recurrent, Stacked
+from loopfold.regularisers import EmbeddingDropout, VariationalDropout, WeightDrop
 from loopfold.report.page import write_report
 from loopfold.spectrum import Eigenvalues, eigenvalues
 from loopfold.stepgraph.graph import StepGraph
@@ -164,6 +165,8 @@ __all__ = [
     "Unfolding",
     "Uniform",
     "VariationalDropout",
+    "WeightDrop",
+    "EmbeddingDropout",
     "VectorToSequence",
     "Vocabulary",
     "Watcher",

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopfold.engines.auto import Auto, explain
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.sequential import Sequential
+from loopfold.regularisers import draw_weights, probability
 from loopfold.states import (
     State,
     Step,
@@ -100,6 +100,8 @@ class Recurrent(RecurrentLayer):
         if calls is not None:
             calls.append((self, self.recurrence(x, state, lengths, steps=steps, context=context)))
         engine = self.engine if calls is None else Sequential()
+        if self.training:
+            draw_weights(self)
         return unfold(self.cell, x, state, lengths, engine, context, steps=steps)
 
     def recurrence(
@@ -202,36 +204,6 @@ def _gpus(model: nn.Module) -> list[torch.device]:
     return [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
 
 
-class VariationalDropout(nn.Module):
-    """Dropout with one mask for all steps of a sequence, so that the same units are silent throughout.
-
-    Gal and Ghahramani (2016) put such masks on what a layer reads; `Stacked` does so between its layers. Where a
-    network is fed its own outputs, as under `FreeRunning`, each step is a sequence of its own, with another mask.
-
-    >>> kept = VariationalDropout(0.5)(torch.ones(7, 2, 5))
-    >>> bool((kept == kept[0]).all())
-    True
-    """
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = _probability(p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        return x * F.dropout(torch.ones_like(x[:1]), self.p)  # [τ, batch, n] times [1, batch, n]
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
-
-
-def _probability(p: float) -> float:
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout is a probability from 0 up to but not including 1; got {p}.")
-    return p
-
-
 class Stacked(RecurrentLayer):
     """Layers on top of each other: each reads the hidden sequence of the one below. Dropout falls between them.
 
@@ -258,7 +230,7 @@ class Stacked(RecurrentLayer):
         if not layers:
             raise ValueError("Stacked needs at least one layer.")
         self.layers = nn.ModuleList(as_layer(layer, engine) for layer in layers)
-        self.dropout = dropout if isinstance(dropout, nn.Module) else nn.Dropout(_probability(dropout))
+        self.dropout = dropout if isinstance(dropout, nn.Module) else nn.Dropout(probability(dropout))
 
     def forward(
         self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
@@ -302,8 +274,8 @@ class Stepped(NamedTuple):
     state: State
 
 
-def is_plain(layer: nn.Module, kind: type[RecurrentLayer]) -> bool:
-    """Whether a run of the layer is what `kind` says: neither a `forward` of its own nor a hook has a say in it."""
+def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of the layer is what `kind` says: neither a `forward` of its own nor a hook has a say in it."""
     if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from loopfold.surroundings import unchanged
 
@@ -149,7 +150,9 @@ def describe(state: State) -> str:
 
 def name_of(f: Step) -> str:
     """What to call a step in messages."""
-    return f._get_name() if isinstance(f, nn.Module) else getattr(f, "__name__", type(f).__name__)
+    if isinstance(f, nn.Module):
+        return f._get_name().removeprefix("Parametrized" if is_parametrized(f) else "")
+    return getattr(f, "__name__", type(f).__name__)
 
 
 @contextmanager

@@ -85,6 +85,8 @@ class Transition(nn.Module, ABC):
 class Embedded(Transition):
     """A transition that reads tokens: `f(state, E[x])`, where x is a whole number and `E` a table with a row for each.
 
+    Vectors, such as rows of E that went through dropout, are read as they are.
+
     `embedding` is an `nn.Embedding`; `nn.Embedding.from_pretrained(torch.eye(k))` makes the rows one-hot vectors. What
     a step computes from x alone, compiled engines compute once for every token that occurs, not at every step.
 
@@ -101,7 +103,7 @@ class Embedded(Transition):
         self.cell = cell
 
     def forward(self, state: State, x: Tensor) -> State:
-        return self.cell(state, self.embedding(x))
+        return self.cell(state, x if x.is_floating_point() else self.embedding(x))
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch, self.embedding.weight.new_zeros(batch, self.embedding.embedding_dim))

@@ -23,6 +23,7 @@ class Scored(NamedTuple):
 
     nll: Tensor  # [τ, batch], −log P(token | all before it) in nats; 0 after a text's end
     context: Context
+    penalty: Tensor | None = None  # what training adds to the mean loss, if anything
 
 
 class Next(NamedTuple):

@@ -52,10 +52,10 @@ class NGramLM(LanguageModel):
     >>> model = NGramLM(text, vocabulary_size=3, order=2)
     >>> model.entries, model.table_size
     (7, 9)
-    >>> nll, context = model(text[:, None], model.initial_context(batch=1))
-    >>> round(nll.mean().exp().item(), 3)  # perplexity
+    >>> scored = model(text[:, None], model.initial_context(batch=1))
+    >>> round(scored.nll.mean().exp().item(), 3)  # perplexity
     1.774
-    >>> model.next(context).log_probabilities.exp().argmax().item()  # after a 2
+    >>> model.next(scored.context).log_probabilities.exp().argmax().item()  # after a 2
     0
     """
 

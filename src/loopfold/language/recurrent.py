@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from loopfold.feedback import kept_step
 from loopfold.feeding import Pick, TeacherForcing, undrawn
 from loopfold.language.base import Chooser, Context, LanguageModel, Next, Scored, Written, losses
+from loopfold.language.readout import readout_losses
 from loopfold.outputs import Classes, Outputs
 from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import (
@@ -18,11 +20,12 @@ from loopfold.recurrent import (
     Recurrent,
     RecurrentLayer,
     Stacked,
-    VariationalDropout,
     engine_of,
+    is_plain,
     step_of,
 )
-from loopfold.states import State, at_end, leaves, whole_number
+from loopfold.regularisers import EmbeddingDropout, VariationalDropout, WeightDrop
+from loopfold.states import State, alive, at_end, leaves, whole_number
 from loopfold.transitions import Embedded
 from loopfold.wiring import Readout, Wiring
 
@@ -31,7 +34,11 @@ class RecurrentLM(LanguageModel):
     """`network`, made to predict each token from those before it: what it reads at step t is the token of step t-1.
 
     `network` reads tokens, 0 … |V|-1 and |V| for the start of a text (see `Embedded`), or vectors `[τ, batch, |V|]`,
-    to which a token is given one-hot and the start as zeros. `dropout` falls on what the readout reads.
+    to which a token is given one-hot and the start as zeros.
+
+    `dropout`            falls on what the readout reads
+    `input_dropout`      falls on the embeddings of tokens, and `embedding_dropout` on whole rows of their table
+    `penalty`            is added to the loss in training
 
     >>> from loopfold import LSTM
     >>> model = RecurrentLM(SequenceToSequence(LSTM(10, 5), outputs=10))
@@ -39,7 +46,15 @@ class RecurrentLM(LanguageModel):
     torch.Size([4, 1])
     """
 
-    def __init__(self, network: SequenceToSequence, dropout: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        network: SequenceToSequence,
+        dropout: nn.Module | None = None,
+        *,
+        input_dropout: nn.Module | None = None,
+        embedding_dropout: EmbeddingDropout | None = None,
+        penalty: "ActivationPenalty | None" = None,
+    ) -> None:
         super().__init__()
         if not isinstance(network, SequenceToSequence) or not isinstance(network.outputs, Classes):
             raise TypeError("a language model needs an output at every step: SequenceToSequence(layer, outputs=|V|).")
@@ -50,6 +65,10 @@ class RecurrentLM(LanguageModel):
         self.vocabulary_size = network.outputs.size
         tables = [module.embedding for module in network.modules() if isinstance(module, Embedded)]
         self.reads_tokens = bool(tables)
+        self.input_dropout, self.embedding_dropout = input_dropout, embedding_dropout
+        self.penalty = penalty
+        if not tables and (input_dropout or embedding_dropout):
+            raise ValueError("one-hot vectors are no embeddings: input_dropout and embedding_dropout need a table.")
         if tables and tables[0].num_embeddings <= self.vocabulary_size:
             raise ValueError(
                 f"the embedding has {tables[0].num_embeddings} rows; it needs one for each of {self.vocabulary_size} "
@@ -67,9 +86,14 @@ class RecurrentLM(LanguageModel):
 
     def forward(self, tokens: Tensor, context: Context, lengths: Tensor | None = None) -> Scored:
         x = torch.cat([context.last[None], tokens[:-1]])  # x(t) = token(t-1)
-        run = self.network.recurrent(self.encode(x), context.memory, lengths)
-        o = self.network.readout(self.dropout(run.hidden))
-        return Scored(losses(o, tokens, lengths), Context(at_end(tokens, lengths), run.last))
+        run = self.network.recurrent(self._read(x), context.memory, lengths)
+        h, readout = self.dropout(run.hidden), self.network.readout
+        if is_plain(readout, Readout):
+            nll = readout_losses(h, readout.V, readout.c, tokens, lengths)
+        else:
+            nll = losses(readout(h), tokens, lengths)
+        penalty = self.penalty(run.hidden, h, lengths) if self.training and self.penalty else None
+        return Scored(nll, Context(at_end(tokens, lengths), run.last), penalty)
 
     def next(self, context: Context) -> Next:
         run = self.network.recurrent(self.encode(context.last[None]), context.memory)
@@ -96,6 +120,14 @@ class RecurrentLM(LanguageModel):
         assert isinstance(run.outputs, tuple)
         tokens, best = run.outputs
         return Written(tokens, best, Context(tokens[-1], run.last[0]))
+
+    def _read(self, x: Tensor) -> Tensor:
+        """Tokens as `network` reads them in training, where words and numbers of them may be dropped."""
+        if not (self.training and (self.input_dropout or self.embedding_dropout)):
+            return self.encode(x)
+        table = next(module.embedding for module in self.network.modules() if isinstance(module, Embedded)).weight
+        rows = F.embedding(x, self.embedding_dropout(table) if self.embedding_dropout else table)
+        return self.input_dropout(rows) if self.input_dropout else rows
 
     def encode(self, x: Tensor) -> Tensor:
         """Tokens as `network` reads them; |V| is the start of a text."""
@@ -155,6 +187,37 @@ class TiedReadout(Readout):
         return self.embedding.weight[:-1]
 
 
+class ActivationPenalty(nn.Module):
+    """Small activations, and such as change slowly: `α mean(dropped h²) + β mean((h(t) - h(t-1))²)`.
+
+    Merity et al., Revisiting Activation Regularization for Language RNNs (2017). The first is of the hidden states that
+    the readout reads, after dropout; the second of those before it.
+
+    >>> h = torch.tensor([[[1.0]], [[2.0]], [[4.0]]])
+    >>> float(ActivationPenalty(2, 1)(h, h, None))  # 2 (1 + 4 + 16) / 3 + (1 + 4) / 2
+    16.5
+    """
+
+    def __init__(self, activation: float = 0.0, change: float = 0.0) -> None:
+        super().__init__()
+        self.activation, self.change = activation, change
+
+    def forward(self, h: Tensor, dropped: Tensor, lengths: Tensor | None) -> Tensor:
+        def mean(squares: Tensor, ends: Tensor | None) -> Tensor:  # of sequences that have ended, nothing counts
+            if ends is None:
+                return squares.mean()
+            there = alive(squares, ends)
+            return torch.where(there, squares, 0).sum() / (there.sum() * squares.shape[-1]).clamp(min=1)
+
+        total = self.activation * mean(dropped.square(), lengths)
+        if self.change and len(h) > 1:
+            total = total + self.change * mean((h[1:] - h[:-1]).square(), None if lengths is None else lengths - 1)
+        return total
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, change={self.change}"
+
+
 def recurrent_lm(
     vocabulary_size: int,
     cells: Sequence[nn.Module],
@@ -163,11 +226,17 @@ def recurrent_lm(
     *,
     variational: bool = False,
     tied: bool = False,
+    input_dropout: float = 0.0,
+    embedding_dropout: float = 0.0,
+    weight_drop: float = 0.0,
+    activation_penalty: float = 0.0,
+    change_penalty: float = 0.0,
 ) -> RecurrentLM:
     """Embedding, stacked cells, readout. The first cell reads `embedding_size` numbers; None means one-hot vectors.
 
-    `dropout` falls between layers and before the readout; `variational`: with one mask for all steps of a window.
-    `tied` makes the readout's `V` the table of embeddings itself.
+    `dropout` falls between layers and before the readout, `input_dropout` on what the first layer reads; `variational`:
+    with one mask for all steps of a window. `embedding_dropout` silences whole words, `weight_drop` single weights `W`
+    of the cells. `tied` makes the readout's `V` the table of embeddings itself.
     """
     if not cells:
         raise ValueError("a recurrent language model needs at least one cell.")
@@ -187,7 +256,16 @@ def recurrent_lm(
             raise ValueError(f"tied weights need an embedding of the hidden size, {n}; got {embedding_size}.")
         nn.init.normal_(embedding.weight, std=1 / math.sqrt(n))  # as an output layer starts
         network.readout = TiedReadout(embedding)
-    return RecurrentLM(network, kind(dropout))
+    for cell in cells:
+        if weight_drop:
+            register_parametrization(cell, "W", WeightDrop(weight_drop))
+    return RecurrentLM(
+        network,
+        kind(dropout),
+        input_dropout=kind(input_dropout) if input_dropout else None,
+        embedding_dropout=EmbeddingDropout(embedding_dropout) if embedding_dropout else None,
+        penalty=ActivationPenalty(activation_penalty, change_penalty) if activation_penalty or change_penalty else None,
+    )
 
 
 def as_language_model(model: nn.Module) -> LanguageModel:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -25,15 +26,15 @@ from loopfold.states import whole_number
 class Tokens:
     """A text as numbers, and what is needed to compare losses per token, per character and per byte.
 
-    >>> tokens = Words(("good", "day")).encode("good morning")
-    >>> tokens.ids.tolist(), tokens.unknown, tokens.characters
-    ([2, 0, 1], 1, 12)
+    >>> tokens = Words(("good", "day")).encode("  good   morning")
+    >>> tokens.ids.tolist(), tokens.unknown, tokens.characters  # of "good morning" and the end of a line
+    ([2, 0, 1], 1, 13)
     """
 
     ids: Tensor  # [n] int64
     unit: str
-    characters: int
-    bytes: int  # of the text in UTF-8
+    characters: int  # of the text that the tokens stand for
+    bytes: int  # the same in UTF-8
     unknown: int  # how many ids stand for something unknown
 
     def __len__(self) -> int:
@@ -95,9 +96,14 @@ class Vocabulary(ABC):
         return self._table[number]
 
     def _tokens(self, text: str, parts: Iterable[NDArray[np.int64]]) -> Tokens:
-        ids = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        """Those of a text of which each character is in a token."""
+        ids = _joined(parts)
         unknown = 0 if self.unknown is None else int((ids == self.unknown).sum())
         return Tokens(torch.from_numpy(ids), self.unit, len(text), len(text.encode()), unknown)
+
+
+def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 def vocabulary_from_json(data: dict[str, Any]) -> Vocabulary:
@@ -192,8 +198,9 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 class Words(Vocabulary):
     """What stands between white space; in scripts without spaces, such as Chinese, each character is a word.
 
-    Every line ends in `<eos>`. Words that are not in the list become `<unk>`, as does the word `<unk>` itself. A text
-    that has it, as Penn Treebank and WikiText do, is in words already, so there only white space parts them.
+    Every line ends in `<eos>`. Words that are not in the list are unknown and become `<unk>`. A text that has the word
+    `<unk>` itself, as Penn Treebank and WikiText do, is in words already, so there only white space parts them. White
+    space counts as one character, whatever its length: no word carries more.
 
     >>> vocabulary = Words.of("to be or not to be")
     >>> vocabulary.words, vocabulary.encode("to err").ids.tolist()
@@ -238,8 +245,15 @@ class Words(Vocabulary):
         return not any(len(word) > 1 and _ALONE.search(word) for word in self.words)
 
     def encode(self, text: str) -> Tokens:
-        id_of, lists = self._id_of, _words(text, self._unspaced)
-        return self._tokens(text, (np.array([id_of.get(word, 0) for word in words]) for words in lists))
+        id_of, parts, unknown, characters, size = self._id_of, [], 0, 0, 0
+        for words in _words(text, self._unspaced):
+            ids = np.array([id_of.get(word, -1) for word in words])
+            unknown += int((ids < 0).sum())
+            parts.append(ids.clip(0))
+            spelt = _spelt(words, self._unspaced)
+            characters += len(spelt)
+            size += len(spelt.encode())
+        return Tokens(torch.from_numpy(_joined(parts)), self.unit, characters, size, unknown)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(self.stream(), ids))
@@ -250,9 +264,9 @@ class Words(Vocabulary):
         def next_text(number: int) -> str:
             nonlocal before
             word: str = self._entry(number)
-            tight = "\n" in (before, word) or (self._unspaced and _tight(before, word))
+            between = _between(before, word, self._unspaced)
             before = word
-            return word if tight else " " + word
+            return between + word
 
         return next_text
 
@@ -265,6 +279,22 @@ def _words(text: str, unspaced: bool) -> Iterator[list[str]]:
     for piece in _pieces(text):
         lines = (piece if piece.endswith("\n") else piece + "\n").replace("\n", " <eos> ")
         yield _WORD.findall(lines) if unspaced and not piece.isascii() else lines.split()
+
+
+def _spelt(words: list[str], unspaced: bool) -> str:
+    """The text that the words of some lines stand for.
+
+    >>> _spelt(["to", "be", "<eos>", "<eos>", "or", "<eos>"], unspaced=True)
+    'to be\\n\\nor\\n'
+    """
+    if unspaced and not all(map(str.isascii, words)):
+        words = ["\n" if word == "<eos>" else word for word in words]
+        return "".join(_between(a, b, unspaced) + b for a, b in pairwise(["\n", *words]))
+    return " ".join(["", *words]).replace(" <eos>", "\n").replace("\n ", "\n").removeprefix(" ")
+
+
+def _between(a: str, b: str, unspaced: bool) -> str:
+    return "" if "\n" in (a, b) or (unspaced and _tight(a, b)) else " "
 
 
 def _tight(a: str, b: str) -> bool:

@@ -1,0 +1,155 @@
+"""The losses of a readout over many classes, piece by piece: its outputs `[τ, batch, |V|]` never exist as a whole.
+
+With thousands of words the outputs, their softmax and the gradient of both are by far the largest tensors of a language
+model. But `L = -log softmax(o)_y` has the gradient `softmax(o) - onehot(y)`, which is known as soon as `o` is. So `o`
+is computed for some rows at a time, and its gradient turned into those of `h`, `V` and `c` at once (Hsu et al., Liger
+Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024).
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopfold.casts import casts, with_casts
+from loopfold.language.base import losses
+from loopfold.outputs import Classes
+from loopfold.states import alive
+
+PIECE = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of outputs at a time: what caches hold; what keeps a GPU busy
+
+
+class _Kept(threading.local):
+    """Memory that this thread uses again."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def readout_losses(h: Tensor, V: Tensor, c: Tensor, y: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`losses(c + h @ V.T, y, lengths)` for `h [τ, batch, n]` and `y [τ, batch]`; large outputs piece by piece.
+
+    >>> h, V, c, y = torch.randn(7, 3, 5), torch.randn(9, 5), torch.randn(9), torch.randint(9, (7, 3))
+    >>> torch.allclose(readout_losses(h, V, c, y), losses(c + h @ V.T, y, None))
+    True
+    """
+    pieces = -(-y.numel() * len(V) * 4 // PIECE.get(h.device.type, 1 << 62))
+    if pieces <= 1 or torch._C._are_functorch_transforms_active():
+        return losses(c + h @ V.T, y, lengths)
+    Classes(len(V)).check(y)
+    for _, dtype in casts(h.device)[-1:]:
+        h, V = h.to(dtype), V.to(dtype)  # as autocast casts what a product reads
+    wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (h, V, c))
+    return _Losses.apply(h, V, c, y, lengths, pieces, wanted)
+
+
+class _Losses(torch.autograd.Function):
+    """`readout_losses`, in so many pieces.
+
+    The way back is given g = ∂L/∂nll, one number a token. On the way there it is taken for 1, and what was found is
+    multiplied by g, if that is one and the same for all tokens, as that of a sum is. Otherwise all is computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        V: Tensor,
+        c: Tensor,
+        y: Tensor,
+        lengths: Tensor | None,
+        pieces: int,
+        wanted: tuple[bool, ...],
+    ) -> Tensor:
+        ctx.pieces, ctx.lengths, ctx.wanted = pieces, lengths, wanted
+        ctx.save_for_backward(h, V, c, y)
+        counts = _counts(y, lengths)
+        nll, ctx.found = _in_pieces(h, V, c, y, counts, pieces, wanted)
+        nll = nll if counts is None else nll.masked_fill_(~counts, 0)
+        return nll.to(torch.promote_types(h.dtype, c.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        h, V, c, y = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient may be differentiated in turn
+            sources = [t for t, need in zip((h, V, c), ctx.wanted, strict=True) if need]
+            with with_casts((), h.device):
+                nll = losses(c + h @ V.T, y, ctx.lengths)
+                flow = iter(torch.autograd.grad(nll, sources, g.to(nll.dtype), create_graph=True))
+            found = [next(flow) if need else None for need in ctx.wanted]
+        elif _is_one_number(g):
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            one, found = g.flatten()[0], ctx.found
+            found = [t if t is None else t * one if again else t.mul_(one) for t in found]
+            ctx.found = ctx.found if again else None
+        else:
+            counts = _counts(y, ctx.lengths)
+            _, found = _in_pieces(h, V, c, y, g if counts is None else g * counts, ctx.pieces, ctx.wanted)
+        return *found, None, None, None, None
+
+
+def _counts(y: Tensor, lengths: Tensor | None) -> Tensor | None:
+    return None if lengths is None else alive(y, lengths)
+
+
+def _is_one_number(g: Tensor) -> bool:
+    """Whether it is the same for all tokens, as far as that can be told without waiting for a GPU."""
+    return not any(g.stride()) or (g.device.type == "cpu" and bool((g == g.flatten()[0]).all()))
+
+
+def _in_pieces(
+    h: Tensor, V: Tensor, c: Tensor, y: Tensor, weights: Tensor | None, pieces: int, wanted: tuple[bool, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """nll, and the gradients of `(weights * nll).sum()` by h, V and c, as far as they are wanted.
+
+    Softmax, losses and sums are of single precision at least, products of the dtype of h.
+    """
+    exact = torch.promote_types(h.dtype, torch.float32)
+    n, V_T = len(V), V.T
+    nll, x, targets = torch.empty_like(y, dtype=exact), h.flatten(0, -2), y.flatten()[:, None]
+    scale = None if weights is None else weights.flatten()[:, None]
+    dh, dV, dc = found = [
+        torch.zeros_like(t, dtype=exact) if want else None for t, want in zip((x, V, c), wanted, strict=True)
+    ]
+    size = -(-len(x) // pieces)
+    for first in range(0, len(x), size):
+        rows = slice(first, first + size)
+        x_rows, y_rows = x[rows], targets[rows]
+        o, p = (_buffer(name, len(x_rows), n, exact, h.device) for name in "op")
+        o.copy_(c)
+        _add_product(o, x_rows, V_T)  # book (10.10)
+        largest, place = o.max(1, keepdim=True)
+        torch.softmax(o, 1, out=p)
+        log_sum = largest - p.gather(1, place).log()  # where o is largest, p is 1 / Σ exp(o - largest)
+        nll.view(-1)[rows] = (log_sum - o.gather(1, y_rows))[:, 0]
+        if not any(wanted):
+            continue
+        p.scatter_(1, y_rows, p.gather(1, y_rows) - 1)  # ∂nll/∂o = softmax(o) - onehot(y)
+        if scale is not None:
+            p *= scale[rows]
+        do = p.to(h.dtype)
+        if dh is not None:
+            _add_product(dh[rows], do, V)
+        if dV is not None:
+            _add_product(dV, do.T, x_rows)
+        if dc is not None:
+            dc += p.sum(0)
+    return nll, [None if t is None else t.view_as(of).to(of.dtype) for t, of in zip(found, (h, V, c), strict=True)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
+
+
+def _buffer(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for numbers. On a CPU it is kept for the next time: new pages would take longer than the softmax."""
+    if device.type != "cpu":
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    key, numbers = (name, dtype), rows * columns
+    if key not in _kept.buffers or len(_kept.buffers[key]) < numbers:
+        _kept.buffers[key] = torch.empty(numbers, dtype=dtype)
+    return _kept.buffers[key][:numbers].view(rows, columns)
