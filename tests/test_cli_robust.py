@@ -200,7 +200,7 @@ def test_pipes_devices_and_sockets_among_the_texts(here: Path) -> None:
             message = f"{name} is not a file, so the run could not read it again: save it to one, or pipe it in"
             for given in ([name], ["text.txt", "--valid", name]):
                 before = sorted(os.listdir())
-                code, _, err = said_by("train", *given, "--out", "new", *TINY)
+                code, _, err = said_by("train", *given, "--out", "new", "--quiet")
                 assert (code, message in err, sorted(os.listdir())) == (2, True, before)
         for name in ("socket.txt", "/dev/zero"):
             code, _, err = said_by("evaluate", "run", name)
@@ -607,7 +607,7 @@ def test_a_start_that_the_cell_does_not_have_is_refused(here: Path) -> None:
         1,
     )
     refused(r"Own takes no recurrent_init", *new, "--cell", "own.py:Own", "--recurrent-init", "orthogonal")
-    refused("a window has no cell: leave out --forget-bias", *new, "--model", "window", "--forget-bias", 1)
+    refused("--forget-bias has no effect here: only a recur", *new, "--model", "window", "--forget-bias", 1)
     refused("no recurrent_init 'ortho'; choose from uniform", *new, "--recurrent-init", "ortho")
     refused("--forget-bias must be from -1e6 to 1e6", *new, "--cell", "lstm", "--forget-bias", "nan")
     assert said_by(*new, "--cell", "own.py:Own", "--forget-bias", 3)[0] == 0

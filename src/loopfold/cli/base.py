@@ -47,7 +47,9 @@ RunArgument = Annotated[
 ]
 TextOption = Annotated[
     list[str] | None,
-    typer.Option("--text", metavar="PLACE", help="Where the run's own text is now, if it moved; once for each file."),
+    typer.Option(
+        "--text", metavar="PLACE", help="Where the run's own text is, once for each file; by default where it was."
+    ),
 ]
 TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run the code of the run's own cell.py; without it, asked once for each.")

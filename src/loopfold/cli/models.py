@@ -233,7 +233,8 @@ def generate(
     ] = "",
     length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 500,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End at this text, without it; may be given again.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text, again for each; by default at --length."),
     ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Below 1: safer; above 1: wilder; 0: always the likeliest.")

@@ -62,8 +62,6 @@ def _starts(options: Options) -> dict[str, object]:
     """How the cells start, where that is not left to them."""
     given = {"recurrent_init": options.recurrent_init, "forget_bias": options.forget_bias}
     starts: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    if starts and options.model != "recurrent":
-        raise OptionError(f"a {options.model} has no cell: leave out ", Argument([*starts][0]), ".")
     return starts | ({"recurrent_init": STARTS[options.recurrent_init]} if options.recurrent_init else {})
 
 
