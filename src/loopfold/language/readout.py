@@ -17,7 +17,8 @@ from loopfold.language.base import losses
 from loopfold.outputs import Classes
 from loopfold.states import alive
 
-PIECE = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of outputs at a time: what caches hold; what keeps a GPU busy
+PIECE = {"cpu": 24 << 20, "cuda": 256 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
+SMALL = 4 << 20  # bytes of outputs that are no burden
 
 
 class _Kept(threading.local):
@@ -37,12 +38,13 @@ def readout_losses(h: Tensor, V: Tensor, c: Tensor, y: Tensor, lengths: Tensor |
     >>> torch.allclose(readout_losses(h, V, c, y), losses(c + h @ V.T, y, None))
     True
     """
-    pieces = -(-y.numel() * len(V) * 4 // PIECE.get(h.device.type, 1 << 62))
-    if pieces <= 1 or torch._C._are_functorch_transforms_active():
+    size = y.numel() * len(V) * 4
+    if size <= SMALL or h.device.type not in PIECE or torch._C._are_functorch_transforms_active():
         return losses(c + h @ V.T, y, lengths)
     Classes(len(V)).check(y)
     for _, dtype in casts(h.device)[-1:]:
         h, V = h.to(dtype), V.to(dtype)  # as autocast casts what a product reads
+    pieces = -(-size // PIECE[h.device.type])
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (h, V, c))
     return _Losses.apply(h, V, c, y, lengths, pieces, wanted)
 
