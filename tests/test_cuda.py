@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.engines import driver, looped, programs, replay, selfcheck
+from loopfold.language import readout
+from loopfold.language.base import losses
+from loopfold.language.readout import readout_losses
 from loopfold.states import leaves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -280,6 +283,39 @@ def test_what_stays_on_the_cpu_says_so() -> None:
     assert "FusedGPU, because its loop is one kernel" in lf.Recurrent(cell).explain(x.cuda())
     assert "Looped, because so few steps" in lf.Recurrent(cell).explain(x[:4].cuda())
     assert "FusedGPU cannot run it: it has kernels for" in lf.Recurrent(cell.double()).explain(x.double().cuda())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["sum", "mean", "autocast"])
+def test_a_readout_in_pieces_on_a_gpu(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same in one piece, in double precision; what is lost is what one piece in that dtype loses too."""
+    monkeypatch.setattr(readout, "SMALL", 0)
+    monkeypatch.setitem(readout.PIECE, "cuda", 4 * 4 * 300)
+    sizes, y = ((7, 3, 20), (300, 20), (300,)), torch.randint(300, (7, 3), device="cuda")
+    given = [torch.randn(*size, device="cuda", dtype=dtype).requires_grad_() for size in sizes]
+
+    def figures(f: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast" and tensors is given):
+            nll = f(*tensors, y, torch.tensor([7, 1, 4], device="cuda"))
+        loss = nll.mean() if kind == "mean" else nll.sum()
+        return [t.detach().double() for t in (nll, *torch.autograd.grad(loss, tensors))]
+
+    def in_one(h: Tensor, V: Tensor, c: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        return losses(c + h @ V.T, y, lengths)
+
+    truth = figures(in_one, [t.detach().double().requires_grad_() for t in given])
+    for ours, theirs, exact in zip(figures(readout_losses, given), figures(in_one, given), truth, strict=True):
+        assert float((ours - exact).abs().max()) <= 2 * float((theirs - exact).abs().max()) + 1e-6
+
+
+def test_the_device_of_a_run_may_change(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat. " * 80)
+    options = lf.Options(sources=(str(tmp_path / "text.txt"),), hidden_size=24, epochs=1.0, streams=4, window=16)
+    lf.train(replace(options, device="auto"), tmp_path / "run")
+    run = lf.resume(tmp_path / "run", epochs=2.0, device="cpu")
+    run = lf.resume(tmp_path / "run", epochs=3.0, device="cuda")
+    assert run.options.device == "cuda"
+    assert run.metrics[-1]["epoch"] == 3
 
 
 def test_a_language_model_on_a_gpu_learns_what_it_learns_on_the_cpu(tmp_path: Path) -> None:
