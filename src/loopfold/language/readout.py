@@ -17,7 +17,7 @@ from loopfold.language.base import losses
 from loopfold.outputs import Classes
 from loopfold.states import alive
 
-PIECE = {"cpu": 24 << 20, "cuda": 256 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
+PIECE = {"cpu": 24 << 20, "cuda": 64 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
 SMALL = 4 << 20  # bytes of outputs that are no burden
 
 
