@@ -29,12 +29,19 @@ from loopfold.training.watching import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Two layers, dropout, a ragged last window, evaluations in the middle of an epoch: 36 steps an epoch, 72 in all.
+# Two layers, dropout of all kinds, penalties, a ragged last window, evaluations in the middle of an epoch: 36 steps an
+# epoch, 72 in all.
 CHOICES: dict[str, Any] = {
     "cell": "lstm",
     "hidden_size": 8,
     "layers": 2,
     "dropout": 0.3,
+    "variational": True,
+    "input_dropout": 0.1,
+    "embedding_dropout": 0.1,
+    "weight_drop": 0.2,
+    "activation_penalty": 1.0,
+    "change_penalty": 0.5,
     "streams": 4,
     "window": 7,
     "epochs": 2.0,

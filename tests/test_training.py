@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from loopfold import cli
 from loopfold.evaluation import Ledger, perplexity
 from loopfold.language.base import Context
+from loopfold.language.recurrent import RecurrentLM
 from loopfold.states import leaves
 from loopfold.text.corpus import read_corpus
 from loopfold.text.vocabulary import Characters
@@ -373,6 +374,28 @@ def test_dropout_falls_in_training_only(variational: bool, text: Path, tmp_path:
     valid = run.vocabulary.encode(run.corpus().valid)
     best = min(entry["valid"] for entry in run.metrics if "valid" in entry)
     assert perplexity(run.model, valid).nats_per_token == pytest.approx(best, rel=1e-9)
+
+
+def test_a_penalty_keeps_hidden_states_small(text: Path, tmp_path: Path) -> None:
+    sizes = {}
+    for name, value in (("activation_penalty", 100.0), ("change_penalty", 100.0), ("clip", 1.0)):
+        model = train(small(text, epochs=8.0, **{name: value}), tmp_path / name).model
+        assert isinstance(model, RecurrentLM)
+        tokens = torch.arange(20).remainder(5)[:, None]
+        hidden = model.network.recurrent(torch.cat([tokens[:1] * 0, tokens[:-1]])).hidden.detach()
+        sizes[name] = hidden.square().mean(), (hidden[1:] - hidden[:-1]).square().mean()
+    assert sizes["activation_penalty"][0] < 0.5 * sizes["clip"][0]
+    assert sizes["change_penalty"][1] < 0.5 * sizes["clip"][1]
+
+
+def test_dropout_of_weights_needs_weights(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\nclass Own(torch.nn.Module):\n    def __init__(self, n_in, n):\n        super().__init__()\n"
+        "        self.U = torch.nn.Linear(n_in + n, n)\n    def forward(self, h, x):\n"
+        "        return torch.tanh(self.U(torch.cat([h, x], 1)))\n"
+    )
+    with pytest.raises(OptionError, match="weight_drop needs a cell with a parameter W, from state to state; Own has"):
+        train(small(text, cell=f"{tmp_path / 'own.py'}:Own", weight_drop=0.5), tmp_path / "run")
 
 
 # ------------------------------------------------------------------ options

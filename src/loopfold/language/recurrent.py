@@ -25,7 +25,7 @@ from loopfold.recurrent import (
     step_of,
 )
 from loopfold.regularisers import EmbeddingDropout, VariationalDropout, WeightDrop
-from loopfold.states import State, alive, at_end, leaves, whole_number
+from loopfold.states import State, alive, at_end, leaves, name_of, whole_number
 from loopfold.transitions import Embedded
 from loopfold.wiring import Readout, Wiring
 
@@ -256,9 +256,12 @@ def recurrent_lm(
             raise ValueError(f"tied weights need an embedding of the hidden size, {n}; got {embedding_size}.")
         nn.init.normal_(embedding.weight, std=1 / math.sqrt(n))  # as an output layer starts
         network.readout = TiedReadout(embedding)
-    for cell in cells:
-        if weight_drop:
-            register_parametrization(cell, "W", WeightDrop(weight_drop))
+    for cell in cells if weight_drop else ():
+        if "W" not in cell._parameters:
+            raise ValueError(
+                f"weight_drop needs a cell with a parameter W, from state to state; {name_of(cell)} has none."
+            )
+        register_parametrization(cell, "W", WeightDrop(weight_drop))
     return RecurrentLM(
         network,
         kind(dropout),

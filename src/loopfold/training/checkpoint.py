@@ -37,7 +37,9 @@ def model_with(options: Options, vocabulary_size: int, stored: dict[str, Tensor]
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())  # those that are shared come once
+    """Parameters, and buffers that are meant to be kept; those that are shared come once."""
+    kept = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: t for name, t in model.named_buffers() if name in kept}
 
 
 def forms_of(model: nn.Module) -> dict[str, tuple[torch.Size, bool]]:

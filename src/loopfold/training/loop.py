@@ -167,6 +167,8 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         tokens, count = window.tokens.to(device), streams.tokens_in(place)
         scored = parallel(tokens, context, window.lengths)
         loss = scored.nll.sum() * (processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
+        if scored.penalty is not None:
+            loss = loss + scored.penalty
         optimiser.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)

@@ -55,6 +55,11 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
                 options.dropout,
                 variational=options.variational,
                 tied=options.tied,
+                input_dropout=options.input_dropout,
+                embedding_dropout=options.embedding_dropout,
+                weight_drop=options.weight_drop,
+                activation_penalty=options.activation_penalty,
+                change_penalty=options.change_penalty,
             )
 
 

@@ -26,6 +26,7 @@ class Limits:
 AT_LEAST_1 = Limits("at least 1", lambda n: n >= 1)
 AT_LEAST_0 = Limits("0 or more", lambda x: 0 <= x < math.inf)
 ABOVE_0 = Limits("above 0", lambda x: 0 < x < math.inf)
+PROBABILITY = Limits("a probability from 0 up to but not including 1", lambda p: 0 <= p < 1)
 
 
 def _option(default: Any, about: str, limits: Limits | tuple[str, ...] | None = None, alias: str = "") -> Any:
@@ -74,12 +75,11 @@ class Options:
     embedding_size: int | None = _option(None, "Numbers for each token; the hidden size by default.", AT_LEAST_1)
     one_hot: bool = _option(False, "One-hot vectors, no embedding.")
     tied: bool = _option(False, "One table for embedding and readout.")
-    dropout: float = _option(
-        0.0,
-        "Between layers and before the readout.",
-        Limits("a probability from 0 up to but not including 1", lambda p: 0 <= p < 1),
-    )
+    dropout: float = _option(0.0, "Between layers and before the readout.", PROBABILITY)
     variational: bool = _option(False, "Dropout with one mask for a whole window.")
+    input_dropout: float = _option(0.0, "Dropout on what the first layer reads.", PROBABILITY)
+    embedding_dropout: float = _option(0.0, "Dropout of whole words, for a whole window.", PROBABILITY)
+    weight_drop: float = _option(0.0, "Dropout of the weights W of the cells, for a whole window.", PROBABILITY)
     span: int = _option(
         8,
         "How many tokens a window or a convolution sees.",
@@ -94,6 +94,8 @@ class Options:
     learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0, alias="lr")
     weight_decay: float = _option(0.0, "How fast weights shrink by themselves.", AT_LEAST_0)
     momentum: float = _option(0.0, "The momentum of sgd.", AT_LEAST_0)
+    activation_penalty: float = _option(0.0, "Added to the loss, times the mean square of hidden states.", AT_LEAST_0)
+    change_penalty: float = _option(0.0, "The same, of what changes in them from step to step.", AT_LEAST_0)
     clip: float = _option(1.0, "The largest norm of the gradient; 0: not clipped.", AT_LEAST_0)
     schedule: str = _option("cosine", "The learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup: int | None = _option(
@@ -207,6 +209,7 @@ KEPT = (
     "embedding_size",
     "one_hot",
     "tied",
+    "weight_drop",
     "span",
 )
 
@@ -220,6 +223,10 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recurrent(options: Options) -> bool:
     return options.model == "recurrent"
+
+
+def _embedded(options: Options) -> bool:
+    return _recurrent(options) and not options.one_hot
 
 
 def _with_valid(options: Options) -> bool:
@@ -252,10 +259,15 @@ EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
     "one_hot": (_recurrent, "only a recurrent model can read one-hot vectors", None),
     "tied": (_recurrent, "only a recurrent model can be tied", None),
     "variational": (
-        lambda o: _recurrent(o) and o.dropout > 0,
+        lambda o: _recurrent(o) and (o.dropout > 0 or o.input_dropout > 0),
         "it is a kind of dropout, of recurrent models",
         Argument("dropout", 0.2),
     ),
+    "input_dropout": (_embedded, "only a recurrent model with an embedding has it", None),
+    "embedding_dropout": (_embedded, "only a recurrent model with an embedding has it", None),
+    "weight_drop": (_recurrent, "only a recurrent model has W", None),
+    "activation_penalty": (_recurrent, "only a recurrent model has hidden states", None),
+    "change_penalty": (_recurrent, "only a recurrent model has hidden states", None),
     "span": (lambda o: not _recurrent(o), "a recurrent model sees all tokens before", Argument("model", "window")),
     "momentum": (lambda o: o.optimiser == "sgd", "adamw has a momentum of its own", Argument("optimiser", "sgd")),
     "patience": (_with_valid, "there is no valid text to watch", None),
