@@ -52,7 +52,7 @@ TextOption = Annotated[
     ),
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust", help="Run the code of the run's own cell.py; without it, asked once for each.")
+    bool, typer.Option("--trust", help="Run the code of the run's own cell.py; needed once for each.")
 ]
 DeviceOption = Annotated[
     str,

@@ -94,8 +94,8 @@ class Options:
     learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0, alias="lr")
     weight_decay: float = _option(0.0, "How fast weights shrink by themselves.", AT_LEAST_0)
     momentum: float = _option(0.0, "The momentum of sgd.", AT_LEAST_0)
-    activation_penalty: float = _option(0.0, "Added to the loss, times the mean square of hidden states.", AT_LEAST_0)
-    change_penalty: float = _option(0.0, "The same, of what changes in them from step to step.", AT_LEAST_0)
+    activation_penalty: float = _option(0.0, "How much the mean square of hidden states adds to the loss.", AT_LEAST_0)
+    change_penalty: float = _option(0.0, "How much their mean squared change from step to step adds to it.", AT_LEAST_0)
     clip: float = _option(1.0, "The largest norm of the gradient; 0: not clipped.", AT_LEAST_0)
     schedule: str = _option("cosine", "The learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup: int | None = _option(
