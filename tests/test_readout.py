@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import loopfold as lf
 from loopfold.language import readout
@@ -149,6 +150,96 @@ def test_wrong_tokens_are_refused() -> None:
         readout_losses(*tensors, torch.full((6, 3), KINDS))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_is_read_may_depend_on_the_table(create_graph: bool) -> None:
+    """As where embedding and readout are one table: no path counts twice."""
+    _, V, c = given(1, 1)
+    y = torch.randint(KINDS, (4, 5))
+    found = [
+        torch.autograd.grad(f(torch.tanh(V[:20]).view(4, 5, N), V, c, y).sum(), V, create_graph=create_graph)[0]
+        for f in (readout_losses, plain)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_many_gradients_at_once() -> None:
+    tensors, y = given(4, 3), torch.randint(KINDS, (4, 3))
+    many = torch.randn(5, 4, 3, dtype=torch.float64)
+    found = [torch.autograd.grad(f(*tensors, y), tensors, many, is_grads_batched=True) for f in (readout_losses, plain)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch itself calls
+def test_forward_mode() -> None:
+    (h, V, c), y = given(4, 3), torch.randint(KINDS, (4, 3))
+    found = []
+    for f in (readout_losses, plain):
+        with forward_ad.dual_level():
+            found.append(forward_ad.unpack_dual(f(forward_ad.make_dual(h, torch.ones_like(h)), V, c, y)).tangent)
+    torch.testing.assert_close(*found)
+
+
+def test_lengths_may_be_used_for_something_else_before_the_way_back() -> None:
+    tensors, y, found = given(4, 3), torch.randint(KINDS, (4, 3)), []
+    for f in (readout_losses, plain):
+        lengths = torch.tensor([4, 4, 2])
+        nll = f(*tensors, y, lengths)
+        lengths.fill_(1)
+        found.append(torch.autograd.grad(weighted("weights", nll), tensors))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_of_any_kind_and_order() -> None:
+    tensors, y = given(4, 3), torch.randint(KINDS, (3, 4)).T
+    expected = plain(*tensors, y)
+    for other in (y, y.int(), y.short(), y.to(torch.uint8)):
+        torch.testing.assert_close(readout_losses(*tensors, other), expected, rtol=1e-12, atol=1e-12)
+    for wrong in (y[:, :2], y[:3], y.float()):
+        with pytest.raises((ValueError, TypeError), match=r"y has shape|whole numbers"):
+            readout_losses(*tensors, wrong)
+
+
+def test_buffers_outlive_the_modes_that_they_were_made_in() -> None:
+    tensors, y = given(4, 3), torch.randint(KINDS, (4, 3))
+    for mode in (torch.inference_mode(), torch.device("meta")):
+        readout._kept.buffers.clear()
+        with mode:
+            readout_losses(*tensors, y)
+        readout_losses(*tensors, y).sum().backward()
+
+
+def test_large_outputs_keep_small_losses() -> None:
+    """In single precision 3,000 has no room for a loss of 1e-5 beside it."""
+    o = torch.full((KINDS,), 3000.0)
+    o[0] += 12
+    h, V, y = torch.zeros(4, 3, N), torch.zeros(KINDS, N), torch.zeros(4, 3, dtype=torch.int64)
+    torch.testing.assert_close(readout_losses(h, V, o, y), plain(h, V, o, y), rtol=1e-3, atol=0)
+
+
+def test_float16_does_not_overflow() -> None:
+    """A sum of gradients over many tokens may, before it is divided by their number."""
+    h = torch.full((50_000, 1, 2), 4.0, requires_grad=True)
+    V, c, y = torch.zeros(KINDS, 2, requires_grad=True), torch.zeros(KINDS), torch.zeros(50_000, 1, dtype=torch.int64)
+    with torch.autocast("cpu", torch.float16):
+        loss = readout_losses(h, V, c, y).mean()
+    assert bool(torch.autograd.grad(loss, V)[0].isfinite().all())
+
+
+def test_autocast_leaves_double_precision_alone() -> None:
+    tensors, y = given(4, 3), torch.randint(KINDS, (4, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = readout_losses(*tensors, y)
+    torch.testing.assert_close(found, plain(*tensors, y), rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_held_after_the_way_back() -> None:
+    for kind in ("sum", "weights"):
+        tensors, y = given(4, 3), torch.randint(KINDS, (4, 3))
+        nll = readout_losses(*tensors, y)
+        weighted(kind, nll).backward()
+        assert nll.grad_fn.found is None  # type: ignore[union-attr]
+
+
 # ------------------------------------------------------------------ in a language model
 
 
@@ -174,3 +265,11 @@ def test_a_readout_of_another_kind_is_called(model: lf.RecurrentLM) -> None:
     model.network.readout.register_forward_hook(lambda module, given, o: seen.append(o))
     model(tokens, model.initial_context(3))
     assert [tuple(o.shape) for o in seen] == [(7, 3, KINDS)]
+
+
+def test_texts_of_equal_length_and_cold_windows(model: lf.RecurrentLM) -> None:
+    """Whose tokens lie in another order in memory."""
+    ids = torch.randint(KINDS, (50,))
+    cold = lf.perplexity(model, ids, carried=False, window=8, streams=3)
+    parts = [lf.perplexity(model, part) for part in ids.split(8)]
+    assert cold.nll == pytest.approx(sum(part.nll for part in parts), rel=1e-9)

@@ -48,10 +48,17 @@ def test_all_steps_of_a_run_have_the_same_weights_and_the_next_run_others(layer:
 
 
 def test_two_runs_may_wait_for_their_way_back(layer: lf.Recurrent) -> None:
-    x = randn(7, 2, 3)
-    first, second = layer(x).hidden, layer(2 * x).hidden
+    x, expected = randn(7, 2, 3), torch.zeros_like(weights(layer))
+    first = layer(x).hidden
+    kept = [mask(layer)]
+    second = layer(2 * x).hidden
+    kept.append(mask(layer))
     (first.sum() + second.sum()).backward()
-    assert weights(layer).grad is not None
+    for scale, own in zip((1, 2), kept, strict=True):
+        layer.get_submodule("cell.parametrizations.W.0").mask = own
+        h = lf.unfold(layer.cell, scale * x, engine=lf.Sequential()).hidden
+        expected += torch.autograd.grad(h.sum(), weights(layer))[0]
+    torch.testing.assert_close(weights(layer).grad, expected)
 
 
 def test_evaluation_has_all_weights(layer: lf.Recurrent) -> None:
@@ -64,6 +71,46 @@ def test_evaluation_has_all_weights(layer: lf.Recurrent) -> None:
     }
     plain.load_state_dict(state)
     torch.testing.assert_close(layer(x).hidden, lf.unfold(plain, x).hidden)
+
+
+def test_nothing_is_drawn_in_evaluation() -> None:
+    """Not by generation either, whose loop is a layer of its own."""
+    model = made(weight_drop=0.5).eval()
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        model.write(model.initial_context(2), 3, lf.Greedy(), None, None)
+    assert torch.get_rng_state().equal(before)
+    assert model.network.get_buffer("recurrent.layers.0.cell.cell.parametrizations.W.0.mask").dim() == 0
+
+
+def test_after_other_parametrizations() -> None:
+    layer = lf.Recurrent(lf.LSTM(3, 5))
+    nn.utils.parametrizations.weight_norm(layer.cell, "W")  # type: ignore[arg-type]
+    register_parametrization(layer.cell, "W", lf.WeightDrop(0.5))  # type: ignore[arg-type]
+    layer(torch.ones(7, 2, 3)).hidden.sum().backward()
+    W = torch.as_tensor(layer.get_submodule("cell").W)
+    assert 0.2 < float((W == 0).double().mean()) < 0.8
+
+
+def test_a_cell_that_is_there_twice_is_dropped_once() -> None:
+    cell = lf.LSTM(N, N)
+    recurrent_lm(KINDS, [cell, cell], N, weight_drop=0.5)
+    assert len(cell.parametrizations.W) == 1  # type: ignore[union-attr, arg-type]
+
+
+def test_what_cannot_be_done_with_dropped_weights() -> None:
+    cell = lf.Elman(3, 5)
+    register_parametrization(cell, "W", lf.WeightDrop(0.5))
+    with pytest.raises(TypeError, match="Elman has parametrizations, which torch's networks have not"):
+        lf.to_torch(lf.Recurrent(cell))
+    with pytest.raises(TypeError, match="with tanh and plain parameters; got ParametrizedElman"):
+        lf.bptt(lf.SequenceToSequence(cell, 4), torch.ones(7, 2, 3), torch.zeros(7, 2, dtype=torch.int64))
+
+
+def test_numbers_are_no_tokens() -> None:
+    layer = lf.Recurrent(lf.Embedded(lf.Elman(3, 5), nn.Embedding(10, 3)))
+    with pytest.raises(ValueError, match="could not take its first step"):
+        layer(torch.randint(10, (7, 3)).float())
 
 
 def test_how_many_are_dropped() -> None:
@@ -162,6 +209,8 @@ def test_penalties_are_their_formulas(lengths: list[int] | None) -> None:
     given = None if lengths is None else torch.tensor(lengths)
     torch.testing.assert_close(ActivationPenalty(2, 3)(h, dropped, given), 2 * activation + 3 * change)
     assert float(ActivationPenalty(0, 3)(h[:1], dropped[:1], None)) == 0
+    many = torch.full((70, 64, 40), 2.0, dtype=torch.float16)
+    assert float(ActivationPenalty(1, 0)(many, many, torch.full((64,), 70))) == 4
 
 
 def test_a_penalty_is_of_the_last_layer() -> None:

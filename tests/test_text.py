@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loopfold.text.corpus import Corpus, CorpusError, python_docs, read_corpus
@@ -77,6 +77,7 @@ def test_chinese_in_every_vocabulary(vocabulary: Vocabulary) -> None:
         assert vocabulary.decode(tokens.ids.tolist()) == CHINESE
 
 
+@example("a <eos>foo b <eos> c\n")
 @given(st.text(st.sampled_from("ab ,\n\t\u3000é汉字。0"), max_size=40))
 def test_words_count_the_text_that_they_stand_for(text: str) -> None:
     """Which is what a vocabulary that knows every word makes of its tokens: white space is one character or none."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from loopfold.outputs import Classes
 from loopfold.patterns import SequenceToSequence
@@ -99,10 +100,11 @@ def _sum_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
 def _tanh_elman(model: SequenceToSequence) -> Elman:
     recurrent = model.recurrent if isinstance(model, SequenceToSequence) else None
     cell = recurrent.cell if isinstance(recurrent, Recurrent) else None
-    if not isinstance(cell, Elman) or cell.activation is not torch.tanh or not isinstance(model.outputs, Classes):
+    by_the_book = isinstance(cell, Elman) and cell.activation is torch.tanh and not is_parametrized(cell)
+    if not isinstance(cell, Elman) or not by_the_book or not isinstance(model.outputs, Classes):
         raise TypeError(
             "bptt works by the book's equations, which are those of SequenceToSequence(Elman(n_in, n), classes) with "
-            f"tanh; got {name_of(model) if cell is None else f'{cell} with {model.outputs}'}. "
+            f"tanh and plain parameters; got {name_of(model) if cell is None else f'{cell} with {model.outputs}'}. "
             f"For any other model use lf.per_step_gradients."
         )
     return cell

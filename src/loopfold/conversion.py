@@ -5,6 +5,7 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine
@@ -131,6 +132,10 @@ def _directions(layer: nn.Module) -> list[Elman | LSTM | GRU]:
     cells: list[Elman | LSTM | GRU] = []
     for part in parts:
         cell = part.cell if isinstance(part, Recurrent) else part
+        if isinstance(cell, nn.Module) and is_parametrized(cell):
+            raise TypeError(
+                f"{name_of(cell)} has parametrizations, which torch's networks have not: remove them first."
+            )
         if not isinstance(cell, Elman | LSTM | GRU) or type(cell) not in (Elman, LSTM, GRU):  # a subclass may differ
             raise TypeError(f"torch has Elman, LSTM and GRU networks only; {name_of(cell)} is none of them.")
         cells.append(cell)

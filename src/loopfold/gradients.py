@@ -1,6 +1,7 @@
 """What each step adds to a gradient, and how far back gradients reach; for any transition."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -191,17 +192,17 @@ def _outputs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """Each name without the leading parts that are not needed to tell it from the others."""
-    names = dict.fromkeys(names)
+    names = {name: re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name) for name in names}
 
     def short(name: str) -> str:
         parts = name.split(".")
         for k in range(1, len(parts) + 1):
             end = ".".join(parts[-k:])
-            if sum(other == end or other.endswith("." + end) for other in names) == 1:
+            if sum(other == end or other.endswith("." + end) for other in names.values()) == 1:
                 return end
         return name
 
-    return {name: short(name) for name in names}
+    return {name: short(plain) for name, plain in names.items()}
 
 
 # ------------------------------------------------------------------ how far gradients reach

@@ -35,7 +35,8 @@ class WeightDrop(nn.Module):
 
     DropConnect (Wan et al., 2013) on `W`, the weights from state to state, is what made LSTMs good at words (Merity et
     al., Regularizing and Optimizing LSTM Language Models, 2018). All steps of a run have the same weights, so that the
-    step is compiled as any other.
+    step is compiled as any other. The mask is the module's own: train it in one thread at a time. Elsewhere, as in
+    `unfold` of the cell alone, the mask is that of the last run.
 
     >>> from loopfold import LSTM, Recurrent
     >>> layer = Recurrent(LSTM(3, 5))
@@ -63,12 +64,16 @@ class WeightDrop(nn.Module):
 
 
 def draw_weights(module: nn.Module) -> None:
-    """A new mask for every weight in a module that is subject to `WeightDrop`."""
+    """A new mask for every weight in a module that is subject to `WeightDrop` in training."""
     for part in module.modules():
-        if isinstance(part, ParametrizationList):
-            for drop in part:
-                if isinstance(drop, WeightDrop) and isinstance(part.original, Tensor):
-                    drop.draw(part.original.detach())
+        if isinstance(part, ParametrizationList) and any(isinstance(drop, WeightDrop) for drop in part):
+            with torch.no_grad():
+                names = ["original"] if part.is_tensor else [f"original{i}" for i in range(part.ntensors)]
+                W = tuple(getattr(part, name) for name in names)
+                for step in part:  # as torch applies them, one after the other
+                    if isinstance(step, WeightDrop) and step.training and step.p:
+                        step.draw(W[0])
+                    W = (step(*W),)
 
 
 class EmbeddingDropout(nn.Module):

@@ -103,7 +103,8 @@ class Embedded(Transition):
         self.cell = cell
 
     def forward(self, state: State, x: Tensor) -> State:
-        return self.cell(state, x if x.is_floating_point() else self.embedding(x))
+        embedded = x.is_floating_point() and x.shape[1:] == (self.embedding.embedding_dim,)
+        return self.cell(state, x if embedded else self.embedding(x))
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch, self.embedding.weight.new_zeros(batch, self.embedding.embedding_dim))

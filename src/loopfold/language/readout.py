@@ -16,6 +16,7 @@ from loopfold.casts import casts, with_casts
 from loopfold.language.base import losses
 from loopfold.outputs import Classes
 from loopfold.states import alive
+from loopfold.wiring import check_targets
 
 PIECE = {"cpu": 24 << 20, "cuda": 64 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
 SMALL = 4 << 20  # bytes of outputs that are no burden
@@ -38,19 +39,23 @@ def readout_losses(h: Tensor, V: Tensor, c: Tensor, y: Tensor, lengths: Tensor |
     >>> torch.allclose(readout_losses(h, V, c, y), losses(c + h @ V.T, y, None))
     True
     """
-    size = y.numel() * len(V) * 4
-    if size <= SMALL or h.device.type not in PIECE or torch._C._are_functorch_transforms_active():
-        return losses(c + h @ V.T, y, lengths)
-    Classes(len(V)).check(y)
-    for _, dtype in casts(h.device)[-1:]:
+    size, device = y.numel() * len(V) * 4, h.device
+    dtype = dict(casts(device)).get(device.type)
+    if dtype is not None and torch.float64 not in (h.dtype, V.dtype):
         h, V = h.to(dtype), V.to(dtype)  # as autocast casts what a product reads
-    pieces = -(-size // PIECE[h.device.type])
+    special = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    usual = c.shape == V.shape[:1] and h.dtype == V.dtype != torch.float16  # which a sum over all tokens may exceed
+    if size <= SMALL or device.type not in PIECE or special or not usual:
+        return losses(c + h @ V.T, y, lengths)
+    check_targets(y, *h.shape[:2])
+    Classes(len(V)).check(y)
+    counts = None if lengths is None else alive(y, lengths)
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (h, V, c))
-    return _Losses.apply(h, V, c, y, lengths, pieces, wanted)
+    return _Losses.apply(h, V, c, y.long(), counts, -(-size // PIECE[device.type]), wanted)
 
 
 class _Losses(torch.autograd.Function):
-    """`readout_losses`, in so many pieces.
+    """`readout_losses`, in so many pieces; `counts` says which tokens do.
 
     The way back is given g = ∂L/∂nll, one number a token. On the way there it is taken for 1, and what was found is
     multiplied by g, if that is one and the same for all tokens, as that of a sum is. Otherwise all is computed again.
@@ -63,39 +68,51 @@ class _Losses(torch.autograd.Function):
         V: Tensor,
         c: Tensor,
         y: Tensor,
-        lengths: Tensor | None,
+        counts: Tensor | None,
         pieces: int,
         wanted: tuple[bool, ...],
     ) -> Tensor:
-        ctx.pieces, ctx.lengths, ctx.wanted = pieces, lengths, wanted
-        ctx.save_for_backward(h, V, c, y)
-        counts = _counts(y, lengths)
+        ctx.pieces, ctx.wanted = pieces, wanted
+        ctx.save_for_backward(h, V, c, y, counts)
         nll, ctx.found = _in_pieces(h, V, c, y, counts, pieces, wanted)
         nll = nll if counts is None else nll.masked_fill_(~counts, 0)
         return nll.to(torch.promote_types(h.dtype, c.dtype))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        h, V, c, y = ctx.saved_tensors
-        if torch.is_grad_enabled():  # this gradient may be differentiated in turn
-            sources = [t for t, need in zip((h, V, c), ctx.wanted, strict=True) if need]
-            with with_casts((), h.device):
-                nll = losses(c + h @ V.T, y, ctx.lengths)
-                flow = iter(torch.autograd.grad(nll, sources, g.to(nll.dtype), create_graph=True))
-            found = [next(flow) if need else None for need in ctx.wanted]
+        h, V, c, y, counts = ctx.saved_tensors
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        if torch.is_grad_enabled() or _is_batched(g):  # this gradient may be differentiated in turn
+            found = _differentiably(h, V, c, y, counts, ctx.wanted, g)
         elif _is_one_number(g):
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
             one, found = g.flatten()[0], ctx.found
             found = [t if t is None else t * one if again else t.mul_(one) for t in found]
-            ctx.found = ctx.found if again else None
+            if counts is not None and found[0] is not None:
+                found[0].masked_fill_(~counts[..., None], 0)  # which 0 times infinity is not
         else:
-            counts = _counts(y, ctx.lengths)
             _, found = _in_pieces(h, V, c, y, g if counts is None else g * counts, ctx.pieces, ctx.wanted)
-        return *found, None, None, None, None
+        ctx.found = ctx.found if again else None
+        gradients = (None if t is None else t.to(of.dtype) for t, of in zip(found, (h, V, c), strict=True))
+        return *gradients, None, None, None, None
 
 
-def _counts(y: Tensor, lengths: Tensor | None) -> Tensor | None:
-    return None if lengths is None else alive(y, lengths)
+def _differentiably(
+    h: Tensor, V: Tensor, c: Tensor, y: Tensor, counts: Tensor | None, wanted: tuple[bool, ...], g: Tensor
+) -> list[Tensor | None]:
+    """The gradients by plain operations."""
+    with torch.enable_grad():
+        h, V, c = (t.view_as(t) for t in (h, V, c))  # h may itself depend on V, which is not asked here
+    sources, graph = [t for t, want in zip((h, V, c), wanted, strict=True) if want], torch.is_grad_enabled()
+    with with_casts((), h.device), torch.enable_grad():
+        nll = losses(c + h @ V.T, y, None)
+        nll = nll if counts is None else torch.where(counts, nll, 0)
+        flow = iter(torch.autograd.grad(nll, sources, g.to(nll.dtype), create_graph=graph))
+    return [next(flow) if want else None for want in wanted]
+
+
+def _is_batched(g: Tensor) -> bool:
+    """Whether it stands for many gradients at once, as torch.autograd.grad(is_grads_batched=True) has them."""
+    return torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g)
 
 
 def _is_one_number(g: Tensor) -> bool:
@@ -108,11 +125,11 @@ def _in_pieces(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """nll, and the gradients of `(weights * nll).sum()` by h, V and c, as far as they are wanted.
 
-    Softmax, losses and sums are of single precision at least, products of the dtype of h.
+    Softmax, losses and sums are of single precision at least, and so is what is returned; products are of h's dtype.
     """
     exact = torch.promote_types(h.dtype, torch.float32)
     n, V_T = len(V), V.T
-    nll, x, targets = torch.empty_like(y, dtype=exact), h.flatten(0, -2), y.flatten()[:, None]
+    nll, x, targets = torch.empty(y.shape, dtype=exact, device=h.device), h.flatten(0, -2), y.flatten()[:, None]
     scale = None if weights is None else weights.flatten()[:, None]
     dh, dV, dc = found = [
         torch.zeros_like(t, dtype=exact) if want else None for t, want in zip((x, V, c), wanted, strict=True)
@@ -126,8 +143,8 @@ def _in_pieces(
         _add_product(o, x_rows, V_T)  # book (10.10)
         largest, place = o.max(1, keepdim=True)
         torch.softmax(o, 1, out=p)
-        log_sum = largest - p.gather(1, place).log()  # where o is largest, p is 1 / Σ exp(o - largest)
-        nll.view(-1)[rows] = (log_sum - o.gather(1, y_rows))[:, 0]
+        log_sum = -p.gather(1, place).log()  # where o is largest, p is 1 / Σ exp(o - largest)
+        nll.view(-1)[rows] = (largest - o.gather(1, y_rows) + log_sum)[:, 0]
         if not any(wanted):
             continue
         p.scatter_(1, y_rows, p.gather(1, y_rows) - 1)  # ∂nll/∂o = softmax(o) - onehot(y)
@@ -140,7 +157,7 @@ def _in_pieces(
             _add_product(dV, do.T, x_rows)
         if dc is not None:
             dc += p.sum(0)
-    return nll, [None if t is None else t.view_as(of).to(of.dtype) for t, of in zip(found, (h, V, c), strict=True)]
+    return nll, [None if t is None else t.view(of.shape) for t, of in zip(found, (h, V, c), strict=True)]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -153,5 +170,6 @@ def _buffer(name: str, rows: int, columns: int, dtype: torch.dtype, device: torc
         return torch.empty(rows, columns, dtype=dtype, device=device)
     key, numbers = (name, dtype), rows * columns
     if key not in _kept.buffers or len(_kept.buffers[key]) < numbers:
-        _kept.buffers[key] = torch.empty(numbers, dtype=dtype)
+        with torch.inference_mode(False):
+            _kept.buffers[key] = torch.empty(numbers, dtype=dtype, device=device)
     return _kept.buffers[key][:numbers].view(rows, columns)

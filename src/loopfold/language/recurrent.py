@@ -26,6 +26,7 @@ from loopfold.recurrent import (
 )
 from loopfold.regularisers import EmbeddingDropout, VariationalDropout, WeightDrop
 from loopfold.states import State, alive, at_end, leaves, name_of, whole_number
+from loopfold.surroundings import global_hooks
 from loopfold.transitions import Embedded
 from loopfold.wiring import Readout, Wiring
 
@@ -88,7 +89,7 @@ class RecurrentLM(LanguageModel):
         x = torch.cat([context.last[None], tokens[:-1]])  # x(t) = token(t-1)
         run = self.network.recurrent(self._read(x), context.memory, lengths)
         h, readout = self.dropout(run.hidden), self.network.readout
-        if is_plain(readout, Readout):
+        if is_plain(readout, Readout) and not global_hooks():
             nll = readout_losses(h, readout.V, readout.c, tokens, lengths)
         else:
             nll = losses(readout(h), tokens, lengths)
@@ -125,8 +126,10 @@ class RecurrentLM(LanguageModel):
         """Tokens as `network` reads them in training, where words and numbers of them may be dropped."""
         if not (self.training and (self.input_dropout or self.embedding_dropout)):
             return self.encode(x)
-        table = next(module.embedding for module in self.network.modules() if isinstance(module, Embedded)).weight
-        rows = F.embedding(x, self.embedding_dropout(table) if self.embedding_dropout else table)
+        embedding = next(module.embedding for module in self.network.modules() if isinstance(module, Embedded))
+        rows = embedding(x)
+        if self.embedding_dropout:
+            rows = rows * self.embedding_dropout(rows.new_ones(embedding.num_embeddings, 1))[x]
         return self.input_dropout(rows) if self.input_dropout else rows
 
     def encode(self, x: Tensor) -> Tensor:
@@ -203,15 +206,16 @@ class ActivationPenalty(nn.Module):
         self.activation, self.change = activation, change
 
     def forward(self, h: Tensor, dropped: Tensor, lengths: Tensor | None) -> Tensor:
-        def mean(squares: Tensor, ends: Tensor | None) -> Tensor:  # of sequences that have ended, nothing counts
+        def mean_square(x: Tensor, ends: Tensor | None) -> Tensor:  # of sequences that have ended, nothing counts
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
             if ends is None:
-                return squares.mean()
-            there = alive(squares, ends)
-            return torch.where(there, squares, 0).sum() / (there.sum() * squares.shape[-1]).clamp(min=1)
+                return x.square().mean()
+            there = alive(x, ends)
+            return torch.where(there, x, 0).square().sum() / (there.sum() * x.shape[-1]).clamp(min=1)
 
-        total = self.activation * mean(dropped.square(), lengths)
+        total = self.activation * mean_square(dropped, lengths)
         if self.change and len(h) > 1:
-            total = total + self.change * mean((h[1:] - h[:-1]).square(), None if lengths is None else lengths - 1)
+            total = total + self.change * mean_square(h[1:] - h[:-1], None if lengths is None else lengths - 1)
         return total
 
     def extra_repr(self) -> str:
@@ -256,7 +260,7 @@ def recurrent_lm(
             raise ValueError(f"tied weights need an embedding of the hidden size, {n}; got {embedding_size}.")
         nn.init.normal_(embedding.weight, std=1 / math.sqrt(n))  # as an output layer starts
         network.readout = TiedReadout(embedding)
-    for cell in cells if weight_drop else ():
+    for cell in dict.fromkeys(cells) if weight_drop else ():  # one may be there twice
         if "W" not in cell._parameters:
             raise ValueError(
                 f"weight_drop needs a cell with a parameter W, from state to state; {name_of(cell)} has none."

@@ -191,6 +191,7 @@ _UNSPACED = (
     "\uff01-\uff9f\uffe0-\uffee\U0001aff0-\U0001b16f\U00020000-\U0003ffff"
 )
 _ALONE = re.compile(f"[{_UNSPACED}]")
+_EOS = re.compile(r" <eos>(?!\S)")
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
@@ -290,7 +291,7 @@ def _spelt(words: list[str], unspaced: bool) -> str:
     if unspaced and not all(map(str.isascii, words)):
         words = ["\n" if word == "<eos>" else word for word in words]
         return "".join(_between(a, b, unspaced) + b for a, b in pairwise(["\n", *words]))
-    return " ".join(["", *words]).replace(" <eos>", "\n").replace("\n ", "\n").removeprefix(" ")
+    return _EOS.sub("\n", " ".join(["", *words])).replace("\n ", "\n").removeprefix(" ")
 
 
 def _between(a: str, b: str, unspaced: bool) -> str:
