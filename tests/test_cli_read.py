@@ -356,7 +356,7 @@ def test_a_text_that_moved_is_named_with_text(here: Path, home: Path) -> None:
             "draw run --steps 2 --gradients",
         ):
             refused(
-                r"text of run was .*text\.txt, which is not there any more\. If it moved, .* with --text\.",
+                r"text of run was .*text\.txt, which is not there\. Name the place where it is with --text\.",
                 *command.split(),
             )
             refused("text of other.txt has changed since", *command.split(), "--text", "other.txt")

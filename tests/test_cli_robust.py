@@ -601,12 +601,12 @@ def test_a_start_that_the_cell_does_not_have_is_refused(here: Path) -> None:
     )
     new = ["train", "text.txt", "--out", "new", *TINY]
     refused(
-        r"gru takes no forget_bias, only lstm and layernorm-lstm do: leave out --forget-bias\.",
+        r"gru does not take --forget-bias, only lstm and layernorm-lstm do: leave it out\.",
         *new,
         "--forget-bias",
         1,
     )
-    refused(r"Own takes no recurrent_init", *new, "--cell", "own.py:Own", "--recurrent-init", "orthogonal")
+    refused(r"Own does not take --recurrent-init", *new, "--cell", "own.py:Own", "--recurrent-init", "orthogonal")
     refused("--forget-bias has no effect here: only a recur", *new, "--model", "window", "--forget-bias", 1)
     refused("no recurrent_init 'ortho'; choose from uniform", *new, "--recurrent-init", "ortho")
     refused("--forget-bias must be from -1e6 to 1e6", *new, "--cell", "lstm", "--forget-bias", "nan")

@@ -411,7 +411,7 @@ def test_a_text_that_moved(run: Path, text: Path) -> None:
     config["options"]["sources"] = ["/nowhere/text.txt"]
     sign(run, "config.json", json.dumps(config).encode())
     refused(
-        "the text of run was /nowhere/text.txt, which is not there any more. If it moved, name .* with --text",
+        "the text of run was /nowhere/text.txt, which is not there. Name the place where it is with --text",
         "train",
         "--resume",
         run,
@@ -436,7 +436,7 @@ def test_several_texts_that_moved(run: Path, text: Path) -> None:
     ok("train", "old/a.txt", "--valid", "old/valid.txt", "--hidden", 4, "--epochs", 0.1, "--out", "two", "-q")
     shutil.rmtree("old")
     shutil.copytree("two", "three")
-    refused("which is not there any more", "train", "--resume", "two")
+    refused("which is not there", "train", "--resume", "two")
     refused("there is no file .*old/valid.txt", "train", "--resume", "two", "--text", "new/a.txt")
     ok("train", "--resume", "two", "--text", "new")
     ok("train", "--resume", "three", "--text", "new/a.txt", "--text", "new/valid.txt")

@@ -635,7 +635,7 @@ def test_no_run_folder(tmp_path: Path, text: Path) -> None:
 
 def test_a_run_killed_before_its_first_checkpoint_says_so(copy: Path, text: Path) -> None:
     (copy / "checkpoint.json").unlink()
-    with pytest.raises(RunError, match="the run ended before its first step. Remove it and start again"):
+    with pytest.raises(RunError, match="the run ended before its first step, or it was not copied"):
         resume(copy)
     with pytest.raises(RunError, match=f"{copy} exists already: choose another out, or remove it"):
         train(options_of(text), copy)
@@ -675,7 +675,7 @@ def test_a_changed_text_is_found(copy: Path, text: Path) -> None:
         with pytest.raises(RunError, match=r"the text of text.txt has changed since the run began"):
             open_run(copy).corpus()
         text.unlink()
-        with pytest.raises(RunError, match=f"was {text}, which is not there any more. If it moved, name its new place"):
+        with pytest.raises(RunError, match=f"was {text}, which is not there. Name the place where it is"):
             resume(copy)
     finally:
         text.write_text(good)

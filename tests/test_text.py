@@ -422,7 +422,7 @@ def test_a_wrong_split_is_refused(tmp_path: Path, split: tuple[float, ...]) -> N
 
 
 def test_a_share_that_comes_out_empty_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"the validation text is empty: 1e-05 of 1790 characters is none"):
+    with pytest.raises(CorpusError, match=r"the valid text is empty: 1e-05 of 1790 characters is none"):
         read_corpus([written(tmp_path / "a.txt", LINES)], (0.99999, 0.00001, 0))
 
 

@@ -274,7 +274,7 @@ def generate(
 
     unknown = vocabulary.unknown_in(prompt) if vocabulary.reads_unknown else []
     try:
-        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, str(next(model.parameters()).device))
+        pick = _pick(temperature, top_k, top_p, greedy, beam, seed, str(next(model.parameters()).device), samples)
         if unknown and not as_json:
             names = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             echo(f"loopfold: not in the vocabulary, so read as <unk>: {names}.", err=True)
@@ -317,6 +317,7 @@ def _pick(
     beam: int | None,
     seed: int,
     device: str,
+    samples: int,
 ) -> Any:
     import torch
 
@@ -327,6 +328,8 @@ def _pick(
     narrowed = temperature not in (0, 1) or top_k is not None or top_p is not None
     if sum([beam is not None, greedy or temperature == 0]) > 1 or (narrowed and (greedy or beam is not None)):
         raise OptionError("choose one: --greedy, --beam, or a draw with --temperature, --top-k and --top-p.")
+    if samples > 1 and (greedy or temperature == 0 or beam is not None):
+        raise OptionError("--greedy and --beam find one text, the same each time: leave out --samples, or draw.")
     if beam is not None:
         return Beam(beam)
     if greedy or temperature == 0:

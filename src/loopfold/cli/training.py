@@ -237,7 +237,7 @@ def _meant(name: str, value: Any) -> Any:
     limits = OPTIONS[name].metadata["limits"]
     if isinstance(limits, tuple) or (name == "cell" and ":" not in value and not value.endswith(".py")):
         value = value.lower()
-    return UNITS.get(value, value) if name == "unit" else value
+    return {"unit": UNITS, "cell": {"rnn": "elman"}}.get(name, {}).get(value, value)
 
 
 def _shares(split: str) -> tuple[float, ...]:

@@ -147,11 +147,11 @@ def _split(text: str, shares: Sequence[float]) -> tuple[str, str, str]:
 
     first, second = cut(exact[0]), cut(exact[0] + exact[1])
     parts = text[:first], text[first:second], text[second:]
-    for name, part, share in zip(("training", "validation", "test"), parts, exact, strict=True):
+    for name, part, share in zip(("training", "valid", "test"), parts, exact, strict=True):
         if share and not part:
             raise CorpusError(
                 f"the {name} text is empty: {float(share):.3g} of {len(text)} characters is none. Name more text, or "
-                f"choose another split, such as 90, 5, 5."
+                f"give it no share, or a larger one."
             )
     return parts
 

@@ -103,7 +103,7 @@ def _check_starts(kind: Any, name: str, starts: Mapping[str, Any]) -> None:
     for start in starts:
         if start not in inspect.signature(kind).parameters:
             have = " and ".join(known for known, cell in CELLS.items() if start in inspect.signature(cell).parameters)
-            raise OptionError(f"{name} takes no {start}, only {have} do: leave out ", Argument(start), ".")
+            raise OptionError(f"{name} does not take ", Argument(start), f", only {have} do: leave it out.")
 
 
 def check_cell(name: str) -> None:

@@ -30,9 +30,11 @@ def diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float) 
         f"The last good checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}. "
         "Start again with a lower ",
         Argument("learning_rate"),
-        " or ",
-        Argument("clip"),
-        ".",
+        *(
+            [" or ", Argument("clip"), "."]
+            if folder.options.clip
+            else [", or clip the gradient: ", Argument("clip", 1), "."]
+        ),
     )
 
 

@@ -236,8 +236,8 @@ def read_again(options: Options, folder: StoredRun, moved: Sequence[str] = ()) -
     options = moved_to(options, moved)
     for source in options.texts:
         if not moved and source != PYTHON_DOCS and not os.path.lexists(source):
-            gone = f"the text of {folder.path} was {source}, which is not there any more. If it moved, name its new "
-            raise RunError(gone, "place with ", Argument("text"), ".")
+            gone = f"the text of {folder.path} was {source}, which is not there. Name the place where it is with "
+            raise RunError(gone, Argument("text"), "; a packed run holds none." if folder.path.is_file() else ".")
         if is_there_once(source):
             raise RunError(f"the text of {folder.path} is {source}, which is not a file and cannot be read again.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
@@ -270,4 +270,6 @@ def moved_to(options: Options, places: Sequence[str]) -> Options:
 
 def check_same_text(corpus: Corpus, folder: StoredRun) -> None:
     if corpus.sha256 != folder.config["corpus"]["sha256"]:
-        raise RunError(f"the text of {corpus.name} has changed since the run began: {folder.path} needs the old one.")
+        raise RunError(
+            f"the text of {corpus.name} has changed since the run began, or is another: {folder.path} needs the old one."
+        )
