@@ -157,8 +157,8 @@ class RunFolder(StoredRun):
             raise RunError(f"{path} cannot be read: {error.strerror}.") from error
         if not os.path.lexists(path / "checkpoint.json"):
             raise RunError(
-                f"{path} has no checkpoint.json: the run ended before its first step, or it was not copied with the rest. "
-                "Copy it too, or start again."
+                f"{path} has no checkpoint.json: the run ended before its first step, or it was not copied with the "
+                "rest. Copy it too, or start again."
             )
         return folder
 

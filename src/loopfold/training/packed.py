@@ -41,8 +41,8 @@ class PackedRun(StoredRun):
             return members(self.path)
         except ValueError as error:
             raise RunError(
-                f"{self.path} is not a packed run, or is damaged: {str(error).rstrip('.')}. Name a run folder, or a file "
-                "that loopfold pack made."
+                f"{self.path} is not a packed run, or is damaged: {str(error).rstrip('.')}. Name a run folder, or a "
+                "file that loopfold pack made."
             ) from error
         except OSError as error:
             raise RunError(f"{self.path} cannot be read: {error.strerror or error}.") from error

@@ -271,5 +271,6 @@ def moved_to(options: Options, places: Sequence[str]) -> Options:
 def check_same_text(corpus: Corpus, folder: StoredRun) -> None:
     if corpus.sha256 != folder.config["corpus"]["sha256"]:
         raise RunError(
-            f"the text of {corpus.name} has changed since the run began, or is another: {folder.path} needs the old one."
+            f"the text of {corpus.name} has changed since the run began, or is another: {folder.path} needs the "
+            "old one."
         )
