@@ -671,7 +671,7 @@ def test_a_loss_that_is_no_number_stops_the_run(save_every: float, kept: int, te
     onlooker, path = Onlooker(), tmp_path / "run"
     said = (
         rf"^at step 2 the loss is (nan|inf) and the gradient's norm (nan|inf|\d\S*), so training stopped\. The last "
-        rf"good checkpoint, of step {kept}, is in {path}\. Start again with a lower learning_rate or clip\.$"
+        rf"good checkpoint, of step {kept}, is in {path}\. Start again with a lower learning_rate, or clip .*: clip=1\.$"
     )
     with pytest.raises(Diverged, match=said):
         train(diverging(text), path, watcher=onlooker, save_every=save_every)
@@ -692,7 +692,7 @@ def test_divergence_is_exit_code_1_and_one_sentence(
     said = capsys.readouterr().err
     assert end.value.code == 1
     assert said.startswith("loopfold: at step 2 the loss is ")
-    assert said.endswith("Start again with a lower --learning-rate or --clip.\n")
+    assert said.endswith("Start again with a lower --learning-rate, or clip the gradient: --clip 1.\n")
     assert said.count("\n") == 1
 
 
