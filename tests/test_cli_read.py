@@ -267,7 +267,17 @@ def deeper(files: dict[str, bytes]) -> None:
     files["config.json"] = files["config.json"].replace(b'"layers": 1', b'"layers": 2')
 
 
+def commented(path: Path) -> bytes:
+    """A comment at the end, in which another directory could be."""
+    written = io.BytesIO(path.read_bytes())
+    with zipfile.ZipFile(written, "a") as archive:
+        archive.comment = b"PK"
+    return written.getvalue()
+
+
 HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
+    "with a comment": (commented, "it holds something beside its files"),
+    "after something else": (lambda p: b"#!/bin/sh\n" + p.read_bytes(), "it holds something beside its files"),
     "empty": (lambda p: b"", "is not a packed run, or is damaged"),
     "text": (lambda p: b"the cat sat on the mat\n" * 99, "is not a packed run, or is damaged"),
     "weights alone": (lambda p: save({"a": torch.ones(3)}), "is not a packed run, or is damaged"),
@@ -792,3 +802,60 @@ def test_a_stored_run_is_a_folder_or_a_file() -> None:
     for kind in (RunFolder, PackedRun):
         assert own <= {*vars(kind)}
         assert not {"config", "options", "vocabulary", "checkpoint", "metrics", "tensors", "check"} & {*vars(kind)}
+
+
+# ------------------------------------------------------------------ what one part of the workbench does to another
+
+
+def test_baselines_of_a_run_that_began_with_another_have_its_vocabulary(here: Path) -> None:
+    """The same token must be the same number in all models of a table."""
+    Path("other.txt").write_text("a bat sat at a tea; a mat at that!\n" * 30)
+    lf.train(lf.Options(sources=("other.txt",), **SIZES | {"epochs": 6.0}), "tuned", start=lf.open_run("run"))
+    rows = {row["name"]: row["ledger"] for row in as_json("compare", "tuned")["rows"]}
+    for kind in ("window", "convolution"):
+        run = lf.open_run(f"tuned/baselines/{kind}")
+        assert run.vocabulary == lf.open_run("tuned").vocabulary
+        assert rows[kind]["nll"] == pytest.approx(lf.perplexity(run.model, run.tokens("test")).nll)
+        assert rows[kind]["perplexity"] < rows["uniform"]["perplexity"]
+
+
+def test_baselines_follow_what_changed_of_a_run_and_a_packed_one_shows_none_that_are_old(here: Path) -> None:
+    shutil.copytree("run", "longer")
+    worked("compare", "longer", "--quiet")
+    before = {
+        row["name"]: row["ledger"]["nll"] for row in json.loads(Path("longer/comparison.json").read_text())["rows"]
+    }
+    lf.resume("longer", epochs=6.0, evaluate_every=7)
+    worked("pack", "longer")
+    packed = {
+        row["name"]: row["ledger"]["nll"]
+        for row in json.loads(loopfold("compare", "longer.loopfold", "--json").out)["rows"]
+    }
+    folder = {row["name"]: row["ledger"]["nll"] for row in as_json("compare", "longer")["rows"]}
+    assert before["window"] not in (pytest.approx(packed["window"]), pytest.approx(folder["window"]))
+    assert lf.open_run("longer/baselines/window").options.evaluate_every == 7
+
+
+def test_a_pipe_among_the_runs_is_not_waited_for(here: Path) -> None:
+    os.mkfifo("pipe.loopfold")
+    assert "run" in worked("list", ".")
+
+
+def test_an_error_in_the_cell_of_a_run_is_told_with_its_place(here: Path) -> None:
+    Path("bad.py").write_text(
+        "import os\nfrom loopfold import Elman\nclass Bad(Elman):\n    def forward(self, h, x):\n"
+        "        if 'BOOM' in os.environ:\n            raise KeyError('boom')\n        return super().forward(h, x)\n"
+    )
+    Path("text.txt").write_text(RHYME * 16)
+    trained(here / "bad", cell=f"{here / 'bad.py'}:Bad", epochs=1.0)
+    with mock.patch.dict(os.environ, BOOM="1"):
+        for command in (["evaluate"], ["generate"], ["compare", "--no-neural"]):
+            refused(r"bad/cell.py, line 6, in forward: KeyError: 'boom'", *command, "bad")
+
+
+def test_names_that_a_terminal_would_obey(here: Path) -> None:
+    config = json.loads(Path("run/config.json").read_text())
+    config["corpus"]["name"] = "\x1b]0;name\x07text"
+    sign(Path("run"), "config.json", json.dumps(config).encode())
+    for command in (["compare", "run", "--no-neural"], ["list", "."]):
+        assert "\x1b" not in worked(*command, "--quiet" if command[0] == "compare" else "--")

@@ -718,3 +718,33 @@ def test_a_held_out_text_that_was_trained_on_is_called_out(run: Path, text: Path
 def test_ordinary_text_raises_no_alarm() -> None:
     docs = python_docs()
     assert share_in(docs[-20_000:], docs[:-20_000]) < 0.03
+
+
+def test_a_run_that_goes_on_must_have_a_step_to_go(run: Path) -> None:
+    """Otherwise it would end without an evaluation, in the middle of an epoch."""
+    cut = Options(sources=(str(run.parent.absolute() / "text.txt"),), hidden_size=8, streams=3, window=8)
+    Path("text.txt").write_text("the cat sat on the mat. " * 60)
+
+    class Cut(Silent):
+        def step(self, step: int, loss: float) -> None:
+            if step == 6:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(cut, "cut", watcher=Cut(), save_every=0)
+    step, per_epoch = RunFolder(Path("cut")).checkpoint["step"], RunFolder(Path("cut")).standing.steps / 10
+    refused(
+        "has trained for .* epochs already: --epochs must be more",
+        "train",
+        "--resume",
+        "cut",
+        "--epochs",
+        step / per_epoch,
+    )
+
+
+def test_fine_tuning_takes_no_patience_from_the_other_run(run: Path) -> None:
+    ok("train", "--resume", run, "--patience", 3, "--epochs", 3)
+    Path("new.txt").write_text("the cat ran on a mat. " * 60)
+    ok("train", "new.txt", "--from", run, "--out", "tuned", "--split", "90/0/10", "--epochs", 1, "-q")
+    assert open_run("tuned").options.patience is None

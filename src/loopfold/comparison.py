@@ -16,8 +16,8 @@ from loopfold.text.vocabulary import Tokens
 from loopfold.training.folder import RunFolder
 from loopfold.training.job import anew
 from loopfold.training.loop import resume, train
-from loopfold.training.options import Options
-from loopfold.training.run import Run, moved_to
+from loopfold.training.options import CHANGEABLE, Options
+from loopfold.training.run import Run, moved_to, open_run
 from loopfold.training.stored import RunError
 from loopfold.training.table import Comparison, Row
 from loopfold.training.watching import Silent, Watcher
@@ -82,31 +82,41 @@ def ngrams(run: Run, tokens: Tokens) -> list[Row]:
 def _baseline(run: Run, kind: str, part: str, tokens: Tokens, watcher: Callable[[str], Watcher]) -> Row:
     """A window or a convolution, trained as the run was; found where it was trained before.
 
-    Nothing is written into a packed run or a folder that may not be written. What a comparison found before it was
-    packed is taken as it is, and what is trained now is gone afterwards.
+    Nothing is written into a packed run or a folder that may not be written. What was found of the run as it is now,
+    before it was packed, is taken as it is; what is trained now is gone afterwards.
     """
+    device = next(run.model.parameters()).device.type
     plain = replace(anew(run.options), cell="gru", recurrent_init=None, forget_bias=None, one_hot=False, tied=False)
-    options = moved_to(replace(plain, model=kind, **BASELINES[kind]), run.moved)
+    options = moved_to(replace(plain, model=kind, device=device, **BASELINES[kind]), run.moved)
     if isinstance(run.stored, RunFolder):
         path = run.stored.below("baselines", kind)
         if (path / "checkpoint.json").exists():
-            return row_of(_resumed(path, moved_to(run.options, run.moved), watcher(kind)), kind, tokens)
+            return row_of(_resumed(path, options, watcher(kind)), kind, tokens)
         if os.access(run.path, os.W_OK):
-            return row_of(train(options, path, watcher=watcher(kind)), kind, tokens)
+            return row_of(train(options, path, vocabulary=run.vocabulary, watcher=watcher(kind)), kind, tokens)
     kept = Comparison.read(run.stored)
-    for row in kept.rows if kept is not None and kept.on == part else []:
-        if row.name == kind and (row.ledger.tokens, row.ledger.unit) == (len(tokens), tokens.unit):
-            return row
+    if kept is not None and kept.on == part:
+        now = perplexity(run.model, tokens)
+        same = any(math.isclose(row.ledger.nll, now.nll, rel_tol=1e-4) for row in kept.rows)
+        for row in kept.rows if same else []:
+            if row.name == kind and (row.ledger.tokens, row.ledger.unit) == (len(tokens), tokens.unit):
+                return row
     with TemporaryDirectory() as folder:
-        return row_of(train(options, Path(folder) / kind, watcher=watcher(kind)), kind, tokens)
+        return row_of(
+            train(options, Path(folder) / kind, vocabulary=run.vocabulary, watcher=watcher(kind)), kind, tokens
+        )
 
 
 def _resumed(path: Path, options: Options, watcher: Watcher) -> Run:
     """A baseline that has begun; what has changed of the run since then changes for it too."""
-    own = RunFolder.find(path).options
-    changes: dict[str, Any] = {"device": options.device} if own.device != options.device else {}
-    changes |= {"epochs": options.epochs} if own.epochs < options.epochs else {}
-    return resume(path, text=[] if own.texts == options.texts else options.texts, watcher=watcher, **changes)
+    found = RunFolder.find(path)
+    own, wanted = found.options, options.from_anywhere()
+    changes = {name: getattr(options, name) for name in CHANGEABLE if getattr(own, name) != getattr(options, name)}
+    if own.epochs > options.epochs:
+        del changes["epochs"]
+    if found.standing.finished and not {*changes} - {"device"}:
+        return open_run(path, options.device)
+    return resume(path, text=[] if own.texts == wanted.texts else wanted.texts, watcher=watcher, **changes)
 
 
 def row_of(run: Run, name: str, tokens: Tokens) -> Row:

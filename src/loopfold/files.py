@@ -60,10 +60,13 @@ def read_member(path: Path, name: str) -> bytes:
 
 @contextlib.contextmanager
 def _archive(path: Path) -> Iterator[ZipFile]:
-    """A zip file that holds every file once and as it is, so that none is larger than the archive itself."""
-    size = path.stat().st_size
+    """A zip file as `archive` makes it: every file once, as it is, one after the other, and nothing else.
+
+    So none is larger than the archive itself, and whatever program reads it finds the same files.
+    """
     try:
-        with ZipFile(path) as archive:
+        with open_plain(path, "rb") as file, ZipFile(file) as archive:
+            size = os.fstat(file.fileno()).st_size
             entries = archive.infolist()
             if len({entry.filename for entry in entries}) < len(entries):
                 raise ValueError("it has two files of one name")
@@ -72,6 +75,14 @@ def _archive(path: Path) -> Iterator[ZipFile]:
                     raise ValueError("a file in it is compressed or encrypted")
                 if entry.file_size > size:
                     raise ValueError("a file in it is larger than itself")
+            place = 0
+            for entry in entries:
+                if entry.header_offset != place or entry.comment or entry.extra:
+                    raise ValueError("it holds something beside its files")
+                place += 30 + len(entry.filename.encode()) + entry.file_size
+            names = sum(len(entry.filename.encode()) for entry in entries)
+            if archive.comment or place != archive.start_dir or place + 46 * len(entries) + names + 22 != size:
+                raise ValueError("it holds something beside its files")
             yield archive
     except (OSError, ValueError):
         raise

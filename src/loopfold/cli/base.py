@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -166,9 +167,11 @@ def _errors() -> Iterator[None]:
         sys.exit(1)
     except Exception as error:
         code, said = _exit_code(error), _sentence(error)
+        if code is None and (place := _in_a_cell(error)) is not None:
+            code, said = 2, place
         if code is None:
             raise
-        line = "".join(map(_printable, " ".join(said.splitlines())))
+        line = printable(" ".join(said.splitlines()))
         with suppress(OSError):
             typer.echo(f"loopfold: {line}", err=True)
         _flush()
@@ -214,6 +217,15 @@ def _sentence(error: Exception) -> str:
     return str(error)
 
 
+def _in_a_cell(error: Exception) -> str | None:
+    """An error in the code of a user's own cell, with its file and line first."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if str(frame.f_globals.get("__name__", "")).startswith("cell_"):
+            code = frame.f_code
+            return f"{code.co_filename}, line {line}, in {code.co_name}: {type(error).__name__}: {error}"
+    return None
+
+
 def _exit_code(error: Exception) -> int | None:
     if isinstance(error, typer.TyperException):  # at once: what follows imports PyTorch
         return 2 if error.exit_code == 2 else None  # what is typed wrong; others are faults of ours
@@ -238,12 +250,10 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _printable(c: str) -> str:
-    """A character of a message; names may be anyone's. A byte that is no UTF-8 stands as itself."""
-    if c.isprintable():
-        return c
-    number = ord(c)
-    return f"\\x{number - 0xDC00 if 0xDC80 <= number <= 0xDCFF else number:02x}"
+def printable(text: str) -> str:
+    """A text that may be anyone's, without what a terminal would obey; a byte that is no UTF-8 stands as itself."""
+    codes = (ord(c) - 0xDC00 if 0xDC80 <= ord(c) <= 0xDCFF else ord(c) for c in text)
+    return "".join(c if c.isprintable() else f"\\x{code:02x}" for c, code in zip(text, codes, strict=True))
 
 
 def _flush() -> None:

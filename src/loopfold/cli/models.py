@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from loopfold.cli.base import (
     completing,
     echo,
     echo_json,
+    printable,
     writable,
 )
 
@@ -165,6 +167,7 @@ def compare(
     """A table of the run beside uniform, n-gram, window and convolution models, on the same text and ledger."""
     from loopfold import comparison
     from loopfold.errors import choose
+    from loopfold.training.guards import Stopped
     from loopfold.training.run import open_run
     from loopfold.training.stored import RunError
     from loopfold.training.table import Comparison
@@ -174,9 +177,15 @@ def compare(
         choose("part", on, ("test", "valid"))
     opened = [open_run(path, device, trust=trust, text=text or ()) for path in runs]
     on = on or opened[0].corpus().part
-    rows = comparison.compare(
-        opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
-    )
+    try:
+        rows = comparison.compare(
+            opened, on, neural=neural, watcher=lambda name: Silent() if quiet or as_json else Terminal(name)
+        )
+    except Stopped as stopped:
+        again = (
+            f"stopped before the table was done. Go on with: loopfold compare {' '.join(quote(str(p)) for p in runs)}"
+        )
+        raise Stopped(again, stopped.signal, stopped.path) from stopped
     table = Comparison(on, rows)
     unfinished = {str(run.path): run.standing.unfinished for run in opened if not run.standing.finished}
     if as_json:
@@ -195,7 +204,9 @@ def _print_table(runs: "list[Run]", rows: "list[Row]", on: str) -> None:
     from rich.table import Table
 
     ledger = rows[0].ledger
-    table = Table(title=escape(f"{runs[0].config['corpus']['name']}, {on} text: {ledger.tokens:,} {ledger.unit}s"))
+    table = Table(
+        title=escape(f"{printable(runs[0].config['corpus']['name'])}, {on} text: {ledger.tokens:,} {ledger.unit}s")
+    )
     table.add_column("model", no_wrap=True)
     for name in ("parameters", "of a table |V|ⁿ", "trained, tokens/s", "perplexity", "bits/char"):
         table.add_column(writable(name), justify="right")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopfold.cli.base import app, echo, echo_json, writable
+from loopfold.cli.base import app, echo, echo_json, printable, writable
 
 if TYPE_CHECKING:
     from loopfold.training.listing import Listed
@@ -65,4 +65,4 @@ def _row(run: "Listed") -> tuple[str, ...]:
     steps = "" if run.step is None else f"{run.step:,}/{run.steps:,}"
     perplexity = "" if run.perplexity is None else f"{run.perplexity:,.3f}"
     facts = (run.model, run.unit, run.text, steps, run.state, perplexity, run.changed)
-    return tuple("".join(c if c.isprintable() else "?" for c in fact or "") for fact in (run.path, *facts))
+    return tuple(printable(fact or "") for fact in (run.path, *facts))

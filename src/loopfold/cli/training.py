@@ -224,7 +224,8 @@ def _chosen(preset_name: str, changes: dict[str, Any], start: "Run | None") -> O
     if start is None:
         chosen = preset(preset_name, **changes)
     else:  # whatever is said of a text was said of another one
-        of_text: dict[str, Any] = {name: OPTIONS[name].default for name in ("split", "valid", "test")}
+        again = ("split", "valid", "test", "warmup", "patience", "evaluate_every")
+        of_text: dict[str, Any] = {name: OPTIONS[name].default for name in again}
         chosen = replace(anew(start.options), **(of_text | changes))
     check_effect(chosen, changes)
     return chosen
@@ -262,12 +263,13 @@ def _finished(run: "Run") -> str:
     from loopfold.training.folder import RunFolder
     from loopfold.training.job import Progress
 
-    progress, last, patience = Progress.of(RunFolder(run.path)), run.metrics[-1], run.options.patience
+    progress, patience = Progress.of(RunFolder(run.path)), run.options.patience
+    epoch = progress.step * run.options.epochs / run.standing.steps
     more = f"--epochs {2 * run.options.epochs:g}"
     if patience is not None and progress.misses >= patience:
         more = f"--patience {progress.misses + patience}"
     return (
-        f"{run.path} is finished: step {last['step']:,}, epoch {last['epoch']:.1f}. To train longer: "
+        f"{run.path} is finished: step {progress.step:,}, epoch {epoch:.1f}. To train longer: "
         f"loopfold train --resume {quote(str(run.path))} {more}"
     )
 

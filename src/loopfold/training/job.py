@@ -89,11 +89,17 @@ class New:
     came_from: dict[str, Any] | None
 
     @staticmethod
-    def of(options: Options, corpus: Corpus, processes: Processes, start: Run | None) -> "New":
+    def of(
+        options: Options,
+        corpus: Corpus,
+        processes: Processes,
+        start: Run | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> "New":
         check_patience(options, bool(corpus.valid))
         if start is not None:
             _check_start(options, start)
-        vocabulary = make_vocabulary(options, corpus.train) if start is None else start.vocabulary
+        vocabulary = vocabulary or (make_vocabulary(options, corpus.train) if start is None else start.vocabulary)
         tokens = vocabulary.encode(corpus.train)
         distinct = len({*tokens.ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
         if distinct < 2:
@@ -209,7 +215,8 @@ class Job:
         """The same with other values of options that may change on the way."""
         options = replace(self.options, **changes)
         streams, step = streams_of(options, self.train_tokens), Progress.of(self.folder).step
-        if "epochs" in changes and options.steps(len(streams.ids)) < step:
+        least = step + (self.options.steps(len(streams.ids)) > step)  # a run that goes on has an end that is evaluated
+        if "epochs" in changes and options.steps(len(streams.ids)) < least:
             raise OptionError(
                 f"{self.folder.path} has trained for {step / len(streams):.3g} epochs already: ",
                 Argument("epochs"),

@@ -43,7 +43,7 @@ def list_below(folder: Path) -> Iterator[Listed]:
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if name.endswith(PACKED):
+            if name.endswith(PACKED) and (Path(at) / name).is_file():
                 yield _listed(Path(at) / name, PackedRun.find)
 
 
@@ -68,6 +68,6 @@ def _facts(stored: StoredRun) -> Listed:
         stored.config["corpus"]["name"],
         standing.step,
         standing.steps,
-        math.exp(nats) if isinstance(nats, int | float) and nats < 700 else None,
+        math.exp(nats) if isinstance(nats, int | float) and 0 <= nats < 700 else None,
         datetime.fromtimestamp(stored.saved_at).isoformat(" ", "minutes"),
     )

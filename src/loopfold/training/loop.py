@@ -18,6 +18,7 @@ from loopfold.processes import Processes, join_processes
 from loopfold.states import detached, leaves
 from loopfold.text.corpus import read_corpus
 from loopfold.text.streams import Streams
+from loopfold.text.vocabulary import Vocabulary
 from loopfold.training.cells import blaming
 from loopfold.training.checkpoint import load_state, state_of, weights_of
 from loopfold.training.folder import RunFolder
@@ -45,13 +46,15 @@ def train(
     out: str | Path | None = None,
     *,
     start: Run | None = None,
+    vocabulary: Vocabulary | None = None,
     watcher: Watcher = Silent(),
     save_every: float = 30.0,
 ) -> Run:
     """Train a language model as `options` say, in a new run folder; a checkpoint every `save_every` seconds.
 
-    `out`    the folder, which must not exist yet or be empty; by default runs/NAME-N, with the first N that is free
-    `start`  a run with whose weights and vocabulary this one begins; its options say the same of the model
+    `out`         the folder, new or empty; by default runs/NAME-N, with the first N that is free
+    `start`       a run with whose weights and vocabulary this one begins; its options say the same of the model
+    `vocabulary`  its tokens; learned from the training text by default
     """
     processes = join_processes(check_device(options.device))
     check_shares(options.streams, processes)
@@ -60,7 +63,7 @@ def train(
     check_sources(options)
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     with ExitStack() as held:
-        job = New.of(options, corpus, processes, start).begin(out, held) if processes.first else None
+        job = New.of(options, corpus, processes, start, vocabulary).begin(out, held) if processes.first else None
         with together(Path(out or "runs")):  # the other processes wait here until the folder exists
             path = processes.told(str(job.folder.path) if job else "")
         if job is None:
@@ -73,7 +76,7 @@ def train(
 def resume(
     path: str | Path,
     *,
-    text: Sequence[str | Path] = (),
+    text: str | Path | Sequence[str | Path] = (),
     watcher: Watcher = Silent(),
     save_every: float = 30.0,
     trust: bool = False,
@@ -94,7 +97,7 @@ def resume(
     with folder.locked() if processes.first else nullcontext():
         RunFolder.open(folder.path)  # only now: while another process trains, its files change
         check_trust(folder, trust)
-        places = [str(place) for place in text]
+        places = [str(place) for place in ([text] if isinstance(text, str | Path) else text)]
         corpus = read_again(folder.options, folder, places)
         if places:
             moved = moved_to(folder.options, places)
