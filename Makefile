@@ -11,7 +11,7 @@ demo: .venv/ready
 	@echo 'The run folder is runs/demo; loopfold --help has more.'
 
 test: .venv/ready
-	.venv/bin/pytest -rs -n auto --dist loadfile
+	.venv/bin/pytest -rs -n auto --dist worksteal
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
