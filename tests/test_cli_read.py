@@ -778,8 +778,9 @@ def test_a_terminal_that_writes_only_ascii(accented: Path) -> None:
     assert json.loads(in_ascii("generate", accented, "--length", 60, "--json"))["samples"][0]["text"].isascii() is False
 
 
-@pytest.mark.parametrize("command", ["generate run --length 100000", "evaluate run --on train --per-token"])
+@pytest.mark.parametrize("command", ["generate run --length 100000", "evaluate run long.txt --per-token"])
 def test_a_pipe_that_is_closed_ends_it_without_a_word(command: str, home: Path) -> None:
+    (home / "long.txt").write_text(RHYME * 200)  # whose losses are more than a pipe holds
     process = subprocess.Popen(
         [sys.executable, "-m", "loopfold", *command.split()],
         stdout=subprocess.PIPE,

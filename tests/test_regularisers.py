@@ -143,7 +143,7 @@ TOKENS = torch.tensor([[1, 2, 3], [2, 2, 1], [1, 5, 3], [1, 2, 2]])
 
 
 def read(model: RecurrentLM, seen: list[Tensor]) -> None:
-    model.network.recurrent.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    model.network.recurrent.register_forward_pre_hook(lambda module, given: seen.append(given[0][0]))
     model(TOKENS, model.initial_context(3))
 
 

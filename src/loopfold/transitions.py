@@ -85,7 +85,7 @@ class Transition(nn.Module, ABC):
 class Embedded(Transition):
     """A transition that reads tokens: `f(state, E[x])`, where x is a whole number and `E` a table with a row for each.
 
-    Vectors, such as rows of E that went through dropout, are read as they are.
+    A tuple of one tensor holds vectors that are read as they are, such as rows of E that went through dropout.
 
     `embedding` is an `nn.Embedding`; `nn.Embedding.from_pretrained(torch.eye(k))` makes the rows one-hot vectors. What
     a step computes from x alone, compiled engines compute once for every token that occurs, not at every step.
@@ -102,9 +102,8 @@ class Embedded(Transition):
         self.embedding = embedding
         self.cell = cell
 
-    def forward(self, state: State, x: Tensor) -> State:
-        embedded = x.is_floating_point() and x.shape[1:] == (self.embedding.embedding_dim,)
-        return self.cell(state, x if embedded else self.embedding(x))
+    def forward(self, state: State, x: Tensor | tuple[Tensor]) -> State:
+        return self.cell(state, x[0] if isinstance(x, tuple) else self.embedding(x))
 
     def initial_state(self, batch: int) -> State:
         return initial_state(self.cell, batch, self.embedding.weight.new_zeros(batch, self.embedding.embedding_dim))

@@ -122,7 +122,7 @@ class RecurrentLM(LanguageModel):
         tokens, best = run.outputs
         return Written(tokens, best, Context(tokens[-1], run.last[0]))
 
-    def _read(self, x: Tensor) -> Tensor:
+    def _read(self, x: Tensor) -> Tensor | tuple[Tensor]:
         """Tokens as `network` reads them in training, where words and numbers of them may be dropped."""
         if not (self.training and (self.input_dropout or self.embedding_dropout)):
             return self.encode(x)
@@ -130,7 +130,7 @@ class RecurrentLM(LanguageModel):
         rows = embedding(x)
         if self.embedding_dropout:
             rows = rows * self.embedding_dropout(rows.new_ones(embedding.num_embeddings, 1))[x]
-        return self.input_dropout(rows) if self.input_dropout else rows
+        return (self.input_dropout(rows) if self.input_dropout else rows,)
 
     def encode(self, x: Tensor) -> Tensor:
         """Tokens as `network` reads them; |V| is the start of a text."""
