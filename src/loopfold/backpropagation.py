@@ -104,7 +104,7 @@ def _tanh_elman(model: SequenceToSequence) -> Elman:
     if not isinstance(cell, Elman) or not by_the_book or not isinstance(model.outputs, Classes):
         raise TypeError(
             "bptt works by the book's equations, which are those of SequenceToSequence(Elman(n_in, n), classes) with "
-            f"tanh and plain parameters; got {name_of(model) if cell is None else f'{cell} with {model.outputs}'}. "
+            f"tanh; got {name_of(model) if cell is None else f'{cell} with {model.outputs}'}. "
             f"For any other model use lf.per_step_gradients."
         )
     return cell
