@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import subprocess
 import sys
 import time
@@ -20,6 +21,24 @@ import loopfold as lf
 from loopfold import cli
 from loopfold.training.folder import RunFolder
 from loopfold.training.options import EFFECT
+
+WORKS = """import torch
+from torch import nn
+
+class Works(nn.Module):
+    def __init__(self, n_in, n):
+        super().__init__()
+        self.A = nn.Linear(n_in + n, n)
+
+    def forward(self, h, x):
+        return torch.tanh(self.A(torch.cat([h, x], -1)))
+"""  # the file of a user's own cell
+
+
+def random_text(characters: int) -> str:
+    """Words in no order, some of which end a line; the same in every test."""
+    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "ran\n"], k=characters)
+    return " ".join(words)[:characters]
 
 
 def randn(*shape: int) -> Tensor:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import WORKS
 from typer.testing import CliRunner
 
 import loopfold as lf
@@ -87,18 +88,7 @@ def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CELLS = """
-import torch
-from torch import nn
-
-class Works(nn.Module):
-    def __init__(self, n_in, n):
-        super().__init__()
-        self.A = nn.Linear(n_in + n, n)
-
-    def forward(self, h, x):
-        return torch.tanh(self.A(torch.cat([h, x], -1)))
-
+CELLS = f"""{WORKS}
 class Fails(nn.Module):
     def __init__(self, n_in, n):
         raise RuntimeError("out of\\nluck")

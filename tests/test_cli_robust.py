@@ -12,15 +12,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import everything, said_by, sign, sign_checkpoint
+from helpers import everything, said_by, sign
 from safetensors.torch import load, save
+from test_hostile_runs import altered, places, put, read
 
 import loopfold as lf
 from loopfold import cli
@@ -359,38 +359,17 @@ def test_folders_that_are_read_only(
 JSON: list[Any] = [None, True, -7, 10**400, 0.5, "x", [], {}, [[]], {"x": 1}]
 
 
-def places(data: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield above
-    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in inside:
-        yield from places(value, (*above, key))
-
-
-def replaced(data: Any, place: tuple[Any, ...], value: Any) -> Any:
-    if not place:
-        return value
-    inside = dict(data) if isinstance(data, dict) else list(data)
-    inside[place[0]] = replaced(inside[place[0]], place[1:], value)
-    return inside
-
-
 @pytest.mark.parametrize("name", ["config.json", "checkpoint.json", "vocabulary.json", "metrics.jsonl"])
 def test_every_value_of_every_file_in_every_form(name: str, here: Path) -> None:
     """To open it works, or one error says what is wrong; checksums are right, as whoever makes such a run has them."""
-    run, lines = Path("run"), name == "metrics.jsonl"
+    run = Path("run")
     before = {path: path.read_bytes() for path in (run / name, run / "checkpoint.json")}
-    text = (run / name).read_text()
-    good = [json.loads(line) for line in text.splitlines()] if lines else json.loads(text)
+    good = read(run, name)
     refusals: list[str] = []
     for place in places(good):
         for value in [*JSON, {**good, "more": 1} if isinstance(good, dict) and not place else "more"]:
-            data = replaced(good, place, value)
             try:
-                if name == "checkpoint.json":
-                    sign_checkpoint(run, data)
-                else:
-                    rows = data if lines and isinstance(data, list) else [data]
-                    sign(run, name, "".join(json.dumps(row) + "\n" for row in rows).encode())
+                put(run, name, altered(good, place, value))
                 opened = open_run(run)
                 assert opened.metrics is not None
                 Progress.of(RunFolder(run))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import everything, said_by, sign, sign_checkpoint, wait_for_step
+from helpers import WORKS, everything, random_text, said_by, sign, sign_checkpoint, wait_for_step
 from typer.testing import CliRunner
 
 from loopfold import cli
@@ -40,8 +40,7 @@ SIZES = FLAGS.split()
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1,625 characters, of which 1,300 are trained on: 55 steps an epoch, and a ragged end."""
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "ran\n"], k=600)
-    path.write_text(" ".join(words)[:1625])
+    path.write_text(random_text(1625))
     return path
 
 
@@ -504,17 +503,7 @@ def test_from_a_run_with_a_cell_of_its_own(run: Path, text: Path, monkeypatch: p
 
 # ------------------------------------------------------------------ errors in a cell
 
-CELLS = """import torch
-from torch import nn
-
-class Works(nn.Module):
-    def __init__(self, n_in, n):
-        super().__init__()
-        self.A = nn.Linear(n_in + n, n)
-
-    def forward(self, h, x):
-        return torch.tanh(self.A(torch.cat([h, x], -1)))
-
+CELLS = f"""{WORKS}
 class Fails(nn.Module):
     def __init__(self, n_in, n):
         raise RuntimeError("out of luck")

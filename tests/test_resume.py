@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import flags_of, wait_for_step
+from helpers import flags_of, random_text, wait_for_step
 
 from loopfold import cli
 from loopfold.training import watching
@@ -83,8 +83,7 @@ def unnamed(path: Path) -> set[str]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1,250 characters, of which 1,003 are trained on: four streams are of unequal length."""
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "ran\n"], k=400)
-    path.write_text(" ".join(words)[:1250])
+    path.write_text(random_text(1250))
     return path
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import typer
 
 from loopfold.cli.usage import usage
 from loopfold.errors import Argument, Mendable, Spelt
+from loopfold.training.options import Options
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -55,13 +55,8 @@ TextOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run the code of the run's own cell.py; needed once for each.")
 ]
-DeviceOption = Annotated[
-    str,
-    typer.Option(
-        help="cpu, cuda, or auto: cuda where there is a GPU that works, otherwise cpu.",
-        autocompletion=completing("cpu", "cuda", "auto"),
-    ),
-]
+devices = completing("cpu", "cuda", "auto")
+DeviceOption = Annotated[str, typer.Option(help=Options.about("device"), autocompletion=devices)]
 PartOption = Annotated[
     str | None,
     typer.Option(
@@ -167,10 +162,13 @@ def _errors() -> Iterator[None]:
         sys.exit(1)
     except Exception as error:
         code, said = _exit_code(error), _sentence(error)
-        if code is None and (place := _in_a_cell(error)) is not None:
-            code, said = 2, place
         if code is None:
-            raise
+            from loopfold.training.cells import place_in_cell
+
+            place = place_in_cell(error)
+            if place is None:
+                raise
+            code, said = 2, place
         line = printable(" ".join(said.splitlines()))
         with suppress(OSError):
             typer.echo(f"loopfold: {line}", err=True)
@@ -215,15 +213,6 @@ def _sentence(error: Exception) -> str:
         smaller = "--hidden-size, --streams or --window" if "train" in sys.argv else "number of what it is asked for"
         return f"there is not enough memory for this: choose a smaller {smaller}."
     return str(error)
-
-
-def _in_a_cell(error: Exception) -> str | None:
-    """An error in the code of a user's own cell, with its file and line first."""
-    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if str(frame.f_globals.get("__name__", "")).startswith("cell_"):
-            code = frame.f_code
-            return f"{code.co_filename}, line {line}, in {code.co_name}: {type(error).__name__}: {error}"
-    return None
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, cells, completing, flag, several
+from loopfold.cli.base import TrustOption, app, cells, completing, devices, flag, several
 from loopfold.errors import OptionError
 from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
 
@@ -64,7 +64,7 @@ def _flag(option: Field[Any], kind: Any, panel: str) -> inspect.Parameter:
 def _completion(option: Field[Any]) -> Callable[[str], list[str]] | None:
     """What the shell offers for an option: names, where its value is one."""
     limits = option.metadata["limits"]
-    known = {"cell": cells, "device": completing("cpu", "cuda", "auto")}
+    known = {"cell": cells, "device": devices}
     return completing(*limits) if isinstance(limits, tuple) else known.get(option.name)
 
 

@@ -25,6 +25,11 @@ class Scored(NamedTuple):
     context: Context
     penalty: Tensor | None = None  # what training adds to the mean loss, if anything
 
+    def loss(self, share: float) -> Tensor:
+        """What training makes small: the sum of nll, of which `share` makes a mean, and the penalty."""
+        mean = self.nll.sum() * share
+        return mean if self.penalty is None else mean + self.penalty
+
 
 class Next(NamedTuple):
     """The distribution of the token to come; `Context(token, memory)` is where the model stands once it has."""

@@ -114,23 +114,13 @@ class Subject:
     def _compared(self, own: Row) -> "Table | None":
         """What `loopfold compare` found, if it is of the run as it is now."""
         found = Comparison.read(self.run.stored)
-        names = (
-            self.name,
-            f"{self.name} ({self.run.path.name})",
-            f"{self.name} ({self.run.path.stem})",
-        )  # of a packed run
-        then = None if found is None else next((row for row in found.rows if row.name in names), None)
-        if found is None or then is None or found.on != self.part:
+        if found is None or found.on != self.part:
             return None
-        if not math.isclose(_number(then.ledger.nll), _number(own.ledger.nll), rel_tol=1e-4):
+        then = found.own(self.name, self.run.path, own.ledger)
+        if then is None:
             return None
         now = replace(own, name=then.name)
         return Table([now if row is then else row for row in found.rows], now, "")
-
-
-def _number(nll: float) -> float:
-    """A sum of losses that can be compared; a file does not tell what is not finite apart."""
-    return nll if math.isfinite(nll) else math.inf
 
 
 @dataclass(frozen=True)

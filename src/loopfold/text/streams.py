@@ -84,6 +84,11 @@ class Streams:
         first = self._first_row(i)
         return self.count * self.window if i < len(self) - 1 else len(self.ids) - self.count * first
 
+    def tokens_to(self, step: int) -> int:
+        """How many tokens all windows up to a step have that is counted on from epoch to epoch."""
+        epochs, i = divmod(step, len(self))
+        return epochs * len(self.ids) + i * self.count * self.window
+
     def _first_row(self, i: int) -> int:
         if not 0 <= i < len(self):
             raise IndexError(f"windows run from 0 to {len(self) - 1}; got {i}.")

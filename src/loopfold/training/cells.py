@@ -22,29 +22,33 @@ class CellError(OptionError):
     """An error in the code of a user's own cell; the message begins with its file and line."""
 
 
+_files = set[str]()  # of users' own cells, as they were run
+
+
 @contextmanager
-def blaming(cell: str, failed: Callable[[], str]) -> Iterator[None]:
+def blaming(failed: Callable[[], str]) -> Iterator[None]:
     """An error that comes from the file of a user's own cell is told with its file and line first, then what failed."""
     try:
         yield
     except Mendable:
         raise
     except Exception as error:
-        place = _place(error, str(Path(cell.rpartition(":")[0]))) if ":" in cell else None
+        place = place_in_cell(error)
         if place is None:
             raise
         raise CellError(f"{place} ({failed()})") from error
 
 
-def _place(error: BaseException | None, path: str) -> str | None:
-    """The error that was raised in a file, and where, as in "cell.py, line 12, in forward: KeyError: 'h'"; or None."""
+def place_in_cell(error: BaseException | None) -> str | None:
+    """An error of a user's own cell, and where, as in "cell.py, line 12, in forward: KeyError: 'h'"; else None."""
     while error is not None:
         said = f"{type(error).__name__}: {error}"
-        if isinstance(error, SyntaxError) and error.filename == path:
-            return f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+        if isinstance(error, SyntaxError) and error.filename in _files:
+            return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
         for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
-            if frame.f_code.co_filename == path:
-                return f"{path}, line {line}, in {frame.f_code.co_name}: {said}"
+            code = frame.f_code
+            if code.co_filename in _files:
+                return f"{code.co_filename}, line {line}, in {code.co_name}: {said}"
         error = error.__cause__ or error.__context__  # what came from there may have been wrapped since
     return None
 
@@ -88,7 +92,7 @@ def make_cell(name: str, input_size: int, hidden_size: int, **starts: Any) -> nn
         f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), its input size and hidden size"
     )
     try:
-        with blaming(name, lambda: failed):
+        with blaming(lambda: failed):
             cell = kind(input_size, hidden_size, **starts)
     except CellError:
         raise
@@ -124,11 +128,12 @@ def _load_class(path: Path, name: str) -> Any:
         raise OptionError(f"{path} is not a Python file; a cell of your own is given as path/to/file.py:Class.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
+    _files.add(str(path))
     if not path.is_file():  # it is in an archive, where Python would not find the lines that an error shows
         lines = source.decode(errors="replace").splitlines(keepends=True)
         linecache.cache[str(path)] = (len(source), None, lines, str(path))
     try:
-        with blaming(f"{path}:{name}", lambda: f"{path} does not run"):
+        with blaming(lambda: f"{path} does not run"):
             # from the source, not by the loader: that would run compiled code that lies beside it
             exec(compile(source, path, "exec"), vars(module))
     except CellError:

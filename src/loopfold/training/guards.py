@@ -25,16 +25,14 @@ class Diverged(Mendable):
 
 
 def diverged(folder: RunFolder, step: int, what: str, loss: float, norm: float) -> Diverged:
+    clip = (" or ", Argument("clip")) if folder.options.clip else (", or clip the gradient: ", Argument("clip", 1))
     return Diverged(
         f"at step {step} the {what} is {loss:.4g} and the gradient's norm {norm:.4g}, so training stopped. "
         f"The last good checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}. "
         "Start again with a lower ",
         Argument("learning_rate"),
-        *(
-            [" or ", Argument("clip"), "."]
-            if folder.options.clip
-            else [", or clip the gradient: ", Argument("clip", 1), "."]
-        ),
+        *clip,
+        ".",
     )
 
 
@@ -64,7 +62,7 @@ def try_step(model: LanguageModel, options: Options) -> None:
     """One step of a copy, since what a cell keeps of it must not reach training. A cell of the user's own may fail."""
     failed = f"the first step of {options.cell} failed"
     try:
-        with blaming(options.cell, lambda: failed):
+        with blaming(lambda: failed):
             model = deepcopy(model)
             before = forms_of(model)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -143,7 +143,7 @@ class New:
             trusted.remember(digest)  # it has run already
         check_cell(folder.options.cell)  # the copy of the user's own, now and not when the trained run is opened
         valid = self.vocabulary.encode(corpus.valid)
-        return Job(folder, folder.options, self.model, self.tokens, valid, options.cell, self.notes)
+        return Job(folder, folder.options, self.model, self.tokens, valid, self.notes)
 
     def _places(self, out: str | Path | None) -> Iterator[Path]:
         """The folder that was named; or those that a run may have by default, where the first that is free counts."""
@@ -200,7 +200,6 @@ class Job:
     model: LanguageModel
     train_tokens: Tokens
     valid_tokens: Tokens
-    cell: str  # whose code runs
     notes: tuple[str, ...] = ()
 
     @staticmethod
@@ -209,7 +208,7 @@ class Job:
         options, vocabulary, name = folder.options, folder.vocabulary, folder.checkpoint["weights"]
         model = model_with(options, vocabulary.size, folder.tensors(name), folder.path / name)
         train, valid = vocabulary.encode(corpus.train), vocabulary.encode(corpus.valid)
-        return Job(folder, options, model, train, valid, options.cell)
+        return Job(folder, options, model, train, valid)
 
     def changed(self, changes: Mapping[str, Any]) -> "Job":
         """The same with other values of options that may change on the way."""

@@ -123,7 +123,7 @@ def _go_on(job: Job, processes: Processes, watcher: Watcher, save_every: float) 
         return f"training stopped; the last checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}"
 
     with torch.random.fork_rng(devices=[]), Interrupts() as interrupts, watcher, together(folder.path):
-        with blaming(job.cell, failed):
+        with blaming(failed):
             _loop(job, processes, watcher, interrupts, save_every)
         processes.any(False)  # until the first process has written the last checkpoint
     return open_run(folder.path, trust=True)
@@ -169,9 +169,7 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
         tokens, count = window.tokens.to(device), streams.tokens_in(place)
         scored = parallel(tokens, context, window.lengths)
-        loss = scored.nll.sum() * (processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
-        if scored.penalty is not None:
-            loss = loss + scored.penalty
+        loss = scored.loss(processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
         optimiser.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
@@ -238,17 +236,12 @@ def _finished(progress: Progress, steps: int, options: Options) -> bool:
 
 def _since_valid(entries: Sequence[Mapping[str, Any]], streams: Streams) -> float:
     """The mean of all tokens trained on since the evaluation before: each entry has that since the entry before it."""
-
-    def tokens_to(step: int) -> int:
-        epochs, place = divmod(step, len(streams))
-        return epochs * len(streams.ids) + place * streams.count * streams.window
-
     nll, end = 0.0, entries[-1]["step"]
     for entry, before in zip(reversed(entries), [*reversed(entries[:-1]), {"step": 0}], strict=True):
-        nll += entry["train"] * (tokens_to(entry["step"]) - tokens_to(before["step"]))
+        nll += entry["train"] * (streams.tokens_to(entry["step"]) - streams.tokens_to(before["step"]))
         if "valid" in before or not before["step"]:
             break
-    return nll / (tokens_to(end) - tokens_to(before["step"]))
+    return nll / (streams.tokens_to(end) - streams.tokens_to(before["step"]))
 
 
 def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:

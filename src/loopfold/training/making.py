@@ -47,7 +47,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
         first = vocabulary_size if embedding_size is None else embedding_size
         cells = [make_cell(options.cell, first if k == 0 else n, n, **starts) for k in range(options.layers)]
         hint = [" Or untie them: ", Argument("tied", False), "."] if options.tied else []
-        with _mendable(*hint), blaming(options.cell, lambda: f"the first step of {options.cell} failed"):
+        with _mendable(*hint), blaming(lambda: f"the first step of {options.cell} failed"):
             return recurrent_lm(
                 vocabulary_size,
                 cells,
@@ -65,9 +65,9 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
 
 def _starts(options: Options) -> dict[str, object]:
     """How the cells start, where that is not left to them."""
-    given = {"recurrent_init": options.recurrent_init, "forget_bias": options.forget_bias}
-    starts: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    return starts | ({"recurrent_init": STARTS[options.recurrent_init]} if options.recurrent_init else {})
+    start = None if options.recurrent_init is None else STARTS[options.recurrent_init]
+    starts = {"recurrent_init": start, "forget_bias": options.forget_bias}
+    return {name: value for name, value in starts.items() if value is not None}
 
 
 def make_optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:

@@ -142,6 +142,11 @@ class Options:
         except ValueError as error:
             raise OptionError(str(error)) from error
 
+    @staticmethod
+    def about(name: str) -> str:
+        """The help of an option."""
+        return next(option.metadata["help"] for option in fields(Options) if option.name == name)
+
     @property
     def kind(self) -> str:
         """What the model is called: its cell, or the baseline that it is."""

@@ -103,13 +103,12 @@ def _files(folder: RunFolder) -> dict[str, bytes]:
     """What belongs in the file, each checked."""
     own = ["cell.py"] if ":" in folder.options.cell else []
     checkpoint = folder.read("checkpoint.json")
-    step, best = folder.checkpoint["step"], folder.checkpoint["best"]
-    names = [*contents.FIXED, *own, contents.METRICS, best]
+    names = [*contents.FIXED, *own, contents.METRICS, folder.checkpoint["best"]]
     folder.check(*names)
     found = {"checkpoint.json": checkpoint} | {name: folder.read(name) for name in names}
     found[contents.METRICS] = found[contents.METRICS][: folder.checkpoint["metrics_bytes"]]
     compared = folder.result(contents.COMPARISON)
-    if folder.step() != step or folder.read("checkpoint.json") != checkpoint:
+    if folder.read("checkpoint.json") != checkpoint:
         raise RunError(f"{folder.path} is training, and is saved too often to be packed: wait for it.")
     return found if compared is None else found | {contents.COMPARISON: compared}
 

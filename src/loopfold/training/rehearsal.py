@@ -49,12 +49,12 @@ def rehearse(options: Options, out: str | Path | None = None, *, start: Run | No
     optimiser, context = make_optimiser(options, model), model.initial_context(streams.count)
     begun, tokens = 0.0, 0
     failed = f"the first steps of {options.cell} failed"
-    with torch.random.fork_rng(devices=[]), blaming(options.cell, lambda: failed):
+    with torch.random.fork_rng(devices=[]), blaming(lambda: failed):
         for i in range(1 + STEPS):
             window = streams[i % len(streams)]
             scored = model(window.tokens.to(options.device), context, window.lengths)
             optimiser.zero_grad()
-            (scored.nll.sum() / streams.tokens_in(i % len(streams))).backward()
+            scored.loss(1 / streams.tokens_in(i % len(streams))).backward()
             float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # as a number, so that a GPU is waited for
             optimiser.step()
             context = detached(scored.context)

@@ -7,6 +7,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -50,6 +51,11 @@ class Row:
         )
 
 
+def _known(nll: float) -> float:
+    """A sum of losses that can be compared; a file does not tell what is not finite apart."""
+    return nll if math.isfinite(nll) else math.inf
+
+
 def _number(data: Mapping[str, Any], name: str, otherwise: float) -> float:
     """A number; None stands for one that is not finite, which JSON does not have."""
     found = value_of(data, name, float | None)
@@ -65,6 +71,13 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         return {"on": self.on, "rows": [row.as_json() for row in self.rows]}
+
+    def own(self, name: str, path: Path, ledger: Ledger) -> Row | None:
+        """The row of a run, if it is of the run as it is now; several are told apart by where they were."""
+        names = (name, f"{name} ({path.name})", f"{name} ({path.stem})")  # the last: it was packed since
+        row = next((row for row in self.rows if row.name in names), None)
+        same = row is not None and math.isclose(_known(row.ledger.nll), _known(ledger.nll), rel_tol=1e-4)
+        return row if same else None
 
     def write(self, stored: StoredRun) -> None:
         """Leave it with a run."""
