@@ -16,6 +16,7 @@ from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.errors import OptionError
+from loopfold.exporting.export import export
 from loopfold.evaluation import Ledger, perplexity, token_losses
 from loopfold.feeding import (
     Coin,
@@ -181,6 +182,7 @@ __all__ = [
     "draw",
     "draw_attention",
     "eigenvalues",
+    "export",
     "fit",
     "from_torch",
     "generate",

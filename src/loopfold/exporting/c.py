@@ -1,0 +1,328 @@
+"""C: a step as one `.c` and one `.h`, which need nothing but a C99 compiler and libm, and allocate nothing."""
+
+import math
+import re
+from collections.abc import Iterable
+
+import torch
+
+from loopfold.exporting.program import Leaf, StepProgram
+from loopfold.exporting.texts import Texts
+from loopfold.exporting.writing import Writer
+
+_KEYWORDS = frozenset(
+    "auto break case char const continue default do double else enum extern float for goto if inline int long register "
+    "restrict return short signed sizeof static struct switch typedef union unsigned void volatile while".split()
+)
+_OURS = frozenset(("weights", "count", "last"))
+
+_FUNCTIONS = {
+    "product": """\
+static void product(const float *restrict x, const float *restrict matrix, int rows, int columns, float *restrict y) {
+    int i = 0, j;
+    for (j = 0; j < columns; j++) y[j] = 0;
+    for (; i + 4 <= rows; i += 4) {  /* four rows at a time, so that y is loaded and stored less often */
+        const float *m = matrix + (size_t)i * columns;
+        const float a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
+        for (j = 0; j < columns; j++)
+            y[j] += a * m[j] + b * m[columns + j] + c * m[2 * columns + j] + d * m[3 * columns + j];
+    }
+    for (; i < rows; i++)
+        for (j = 0; j < columns; j++) y[j] += x[i] * matrix[(size_t)i * columns + j];
+}
+""",
+    "rows": """\
+static void rows(const float *which, int many, const float *table, int count, int width, float *y) {
+    int i, j;
+    for (i = 0; i < many; i++) {
+        const int k = which[i] > 0 ? (which[i] < count ? (int)which[i] : count - 1) : 0;
+        for (j = 0; j < width; j++) y[i * width + j] = table[(size_t)k * width + j];
+    }
+}
+""",
+    "take": """\
+static void take(const float *x, const int *from, int width, float *y) {
+    int i;
+    for (i = 0; i < width; i++) y[i] = from[i] < 0 ? 0 : x[from[i]];
+}
+""",
+}
+
+_GENERATE = """\
+static float uniform(unsigned long long *seed) {  /* in [0, 1) */
+    unsigned long long z = (*seed += 0x9E3779B97F4A7C15ULL);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+    return (float)((z ^ (z >> 31)) >> 40) / 16777216.0f;
+}
+
+long NAME_pick(const float *output, float temperature, long top_k, unsigned long long *seed) {
+    static const long unknown = UNKNOWN;  /* which is never written; -1: there is none */
+    float least = -INFINITY, greatest = -INFINITY, total = 0, left;
+    long i, best = -1;
+    for (i = 0; i < SIZE; i++)
+        if (i != unknown && (best < 0 || output[i] > greatest)) greatest = output[i], best = i;
+    if (!(temperature > 0) || top_k == 1) return best;
+    if (top_k > 0 && top_k < SIZE) {  /* the value of rank top_k */
+        float above = INFINITY;
+        for (left = (float)top_k; left > 0;) {
+            float next = -INFINITY;
+            long same = 0;
+            for (i = 0; i < SIZE; i++) {
+                if (i == unknown || output[i] >= above) continue;
+                if (output[i] > next) next = output[i], same = 0;
+                same += output[i] == next;
+            }
+            if (!same) break;
+            least = above = next, left -= (float)same;
+        }
+    }
+    for (i = 0; i < SIZE; i++)
+        if (i != unknown && output[i] >= least) total += exp((output[i] - greatest) / temperature);
+    left = uniform(seed) * total;
+    for (i = 0; i < SIZE; i++) {
+        if (i == unknown || !(output[i] >= least)) continue;
+        left -= exp((output[i] - greatest) / temperature);
+        if (left < 0) return i;
+        best = i;
+    }
+    return best;
+}
+
+int NAME_generate(NAME *m, const long *prompt, long prompt_length, long *written, long length, float temperature,
+                  long top_k, unsigned long long *seed) {
+    float output[SIZE];
+    long i;
+    for (i = 0; i < prompt_length; i++)
+        if (prompt[i] < 0 || prompt[i] >= SIZE) return -1;
+    for (i = 0; i < prompt_length + length; i++) {
+        NAME_step(m, m->last, output);
+        if (i < prompt_length) m->last = prompt[i];
+        else m->last = written[i - prompt_length] = NAME_pick(output, temperature, top_k, seed);
+    }
+    return 0;
+}
+"""
+
+
+class CWriter(Writer):
+    variable, constant, truth = "float", "const float", "const int"
+
+    def literal(self, number: float) -> str:
+        if math.isnan(number):
+            return "NAN"
+        if math.isinf(number):
+            return "INFINITY" if number > 0 else "-INFINITY"
+        return f"{number:.9e}f"
+
+    def loop_of(self, index: str, count: int) -> str:
+        return f"for (int {index} = 0; {index} < {count}; {index}++) {{"
+
+    def declare(self, name: str, width: int) -> None:
+        self.lines.append(f"float {name}[{width}];")
+
+    def alias(self, name: str, row: str, start: int) -> None:
+        self.lines.append(f"const float *const {name} = {row} + {start};")
+
+    def copy(self, row: str, width: int, into: str, at: int) -> None:
+        self.lines.append(f"memcpy({into} + {at}, {row}, {width} * sizeof(float));")
+
+    def weight(self, offset: int) -> str:
+        return f"w + {offset}"
+
+    def constant_row(self, index: int, width: int) -> str:
+        return f"({self.weight(self.offsets[index])})"
+
+
+def c_source(program: StepProgram, name: str, texts: Texts | None, inside: bool) -> tuple[str, str]:
+    """The `.c` and the `.h` of a step whose names begin with `name`; its weights `inside`, or given to `name_init`."""
+    writer = CWriter(program)
+    body = writer.body()
+    given = [writer.row(value) for value in program.emitted]
+    fields = field_names(program.state)
+    outputs = program.outputs or program.state[:1]
+    results = program.after[len(program.state) :] or program.after[:1]
+    x = program.x[: len(program.x) - program.counts]
+    names = [(("token" if leaf.tokens else "x") + (str(i) if len(x) > 1 else ""), leaf) for i, leaf in enumerate(x)]
+    reads = [f"long {name}" if leaf.tokens else f"const float *{name}" for name, leaf in names]
+    gives = ["float *output"] if len(outputs) == 1 else [f"float *output{i}" for i in range(len(outputs))]
+    step = f"int {name}_step({', '.join([f'{name} *m', *reads, *gives])})"
+    init = f"void {name}_init({name} *m)" if inside else f"void {name}_init({name} *m, const float *weights)"
+    generated = texts is not None and len(x) == 1 and x[0].tokens > 0
+
+    end = []
+    for k, leaf, give in zip(results, outputs, gives, strict=True):
+        end.append(f"memcpy({give.removeprefix('float *')}, {given[k]}, {leaf.size} * sizeof(float));")
+    moved = {i: given[k] for i, k in enumerate(program.after[: len(program.state)]) if given[k] != f"state{i}"}
+    for i, row in moved.items():
+        if row.startswith("state"):  # it goes to another place of the state, which may be read there too
+            end += [f"float moved{i}[{program.state[i].size}];", f"memcpy(moved{i}, {row}, sizeof moved{i});"]
+            moved[i] = f"moved{i}"
+    end += [f"memcpy(m->{fields[i]}, {row}, sizeof m->{fields[i]});" for i, row in moved.items()]
+    end += ["m->count++;"] if program.counts else []
+
+    lines = [f"if ({name} < 0 || {name} >= {leaf.tokens}) return -1;" for name, leaf in names if leaf.tokens]
+    inputs = []
+    for i, (leaf, table) in enumerate(program.inputs):
+        if table is not None:
+            at = f"w + {writer.table_at(i)} + (size_t){names[leaf][0]} * {table.shape[1]}"
+            inputs.append(f"const float *const input{i} = {at};")
+        elif program.counts and leaf == len(program.x) - 1:
+            inputs.append(f"const float input{i}[1] = {{(float)m->count}};")
+        else:
+            inputs.append(f"const float *const input{i} = {names[leaf][0]};")
+    rest = "\n".join([*inputs, *body, *end])
+    lines += ["const float *const w = m->weights;"] if re.search(r"\bw\b", rest) else []
+    states = range(len(program.state))
+    inputs += [f"const float *const state{i} = m->{fields[i]};" for i in states if re.search(rf"(?<!>)\bstate{i}\b", rest)]
+    lines += [f"(void){name};" for name, _ in names if not re.search(rf"\b{name}\b", "\n".join([*lines, rest]))]
+    lines += [*inputs, *body, *end]
+
+    used = [text for function, text in _FUNCTIONS.items() if any(line.startswith(f"{function}(") for line in body)]
+    start = [
+        f"memcpy(m->{fields[i]}, m->weights + {writer.start + sum(leaf.size for leaf in program.state[:i])}, "
+        f"sizeof m->{fields[i]});"
+        for i in range(len(program.state))
+    ]
+    start += ["m->count = 0;"] if program.counts else []
+    start += [f"m->last = {texts.size};"] if generated and texts is not None else []
+
+    header = [
+        f"/* One step of {program.name}, made by Loopfold. A {name} keeps the state of one sequence.",
+        "",
+        f"   {name}_init   once, before all else{'' if inside else f'; weights are the {writer.size} numbers of {name}.bin'}",
+        f"   {name}_reset  back to the state before the first step",
+        f"   {name}_step   reads x(t), writes the output, moves the state on; 0, or -1 where a token is none */",
+        f"#ifndef {name.upper()}_H",
+        f"#define {name.upper()}_H",
+        "",
+        "#ifdef __cplusplus",
+        'extern "C" {',
+        "#endif",
+        "",
+        f"#define {name.upper()}_WEIGHTS {writer.size}",
+        *[f"#define {name.upper()}_{what} {size}" for what, size in _sizes(x, outputs)],
+        "",
+        "typedef struct {",
+        "    const float *weights;",
+        *[f"    float {field}[{leaf.size}];" for field, leaf in zip(fields, program.state, strict=True)],
+        *(["    long count;  /* steps so far */"] if program.counts else []),
+        *(["    long last;  /* the token that the next step reads */"] if generated else []),
+        f"}} {name};",
+        "",
+        f"{init};",
+        f"void {name}_reset({name} *m);",
+        f"{step};",
+        *(_declared(name) if generated else []),
+        "",
+        "#ifdef __cplusplus",
+        "}",
+        "#endif",
+        "#endif",
+    ]
+    source = [
+        f"/* One step of {program.name}, made by Loopfold: see {name}.h. */",
+        f'#include "{name}.h"',
+        "",
+        "#include <math.h>",
+        "#include <stddef.h>",
+        "#include <string.h>",
+        "#include <tgmath.h>",
+        "",
+        *used,
+        *[_integers(index, places) for index, places in writer.indices],
+        *([_floats(f"{name}_weights", program.weights())] if inside else []),
+        f"{init} {{",
+        f"m->weights = {f'{name}_weights' if inside else 'weights'};",
+        f"{name}_reset(m);",
+        "}",
+        "",
+        f"void {name}_reset({name} *m) {{",
+        *start,
+        "}",
+        "",
+        f"{step} {{",
+        *lines,
+        "return 0;",
+        "}",
+    ]
+    if generated and texts is not None:
+        unknown = -1 if texts.unknown is None else texts.unknown
+        source += ["", _GENERATE.replace("NAME", name).replace("UNKNOWN", str(unknown)).replace("SIZE", str(texts.size))]
+        source.append(_strings(name, texts))
+    return _indented(source), "\n".join(header) + "\n"
+
+
+def field_names(state: Iterable[Leaf]) -> list[str]:
+    """The user's own names of the leaves of a state, where a program can have them."""
+    names = [leaf.name for leaf in state]
+    plain = all(re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and name not in _KEYWORDS | _OURS for name in names)
+    return names if plain and len({*names}) == len(names) else [f"state{i}" for i in range(len(names))]
+
+
+def _sizes(x: tuple[Leaf, ...], outputs: tuple[Leaf, ...]) -> list[tuple[str, int]]:
+    many = [("X", i, leaf) for i, leaf in enumerate(x)] + [("OUTPUT", i, leaf) for i, leaf in enumerate(outputs)]
+    counts = {"X": len(x), "OUTPUT": len(outputs)}
+    return [
+        (("TOKENS" if leaf.tokens else what) + (str(i) if counts[what] > 1 else ""), leaf.tokens or leaf.size)
+        for what, i, leaf in many
+    ]
+
+
+def _declared(name: str) -> list[str]:
+    return [
+        "",
+        "/* The texts of the tokens, in UTF-8, and how many bytes each has. */",
+        f"extern const char *const {name}_tokens[];",
+        f"extern const unsigned short {name}_token_lengths[];",
+        "",
+        "/* A token, drawn with a temperature (0: the likeliest) from the top_k likeliest (0: all). */",
+        f"long {name}_pick(const float *output, float temperature, long top_k, unsigned long long *seed);",
+        "",
+        "/* Read a prompt, then write so many tokens; the next call goes on from there. 0, or -1 where a token is none. */",
+        f"int {name}_generate({name} *m, const long *prompt, long prompt_length, long *written, long length,",
+        f"{' ' * len(f'int {name}_generate(')}float temperature, long top_k, unsigned long long *seed);",
+    ]
+
+
+def _floats(name: str, tensors: Iterable[torch.Tensor]) -> str:
+    numbers = [_float(x) for tensor in tensors for x in tensor.reshape(-1).tolist()] or ["0"]
+    lines = [", ".join(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
+    return f"static const float {name}[] = {{\n" + ",\n".join(lines) + "};\n"
+
+
+def _float(x: float) -> str:
+    if math.isfinite(x):
+        return f"{x:.9g}"  # which gives every float32 back
+    return "NAN" if math.isnan(x) else "INFINITY" if x > 0 else "-INFINITY"
+
+
+def _integers(name: str, numbers: Iterable[int]) -> str:
+    return f"static const int {name}[] = {{{', '.join(map(str, numbers))}}};"
+
+
+def _strings(name: str, texts: Texts) -> str:
+    def quoted(text: bytes) -> str:
+        safe = b"".join(
+            bytes([b]) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}".encode() for b in text
+        )
+        return f'"{safe.decode()}"'
+
+    strings = ",\n".join(map(quoted, texts.tokens))
+    lengths = ", ".join(str(len(text)) for text in texts.tokens)
+    return (
+        f"const char *const {name}_tokens[] = {{\n{strings}}};\n\n"
+        f"const unsigned short {name}_token_lengths[] = {{{lengths}}};"
+    )
+
+
+def _indented(lines: Iterable[str]) -> str:
+    depth, out = 0, []
+    for line in lines:
+        if "\n" in line or line.startswith("static const"):  # as it stands
+            out.append(line)
+            continue
+        depth -= line.startswith("}")
+        out.append("    " * depth + line if line else "")
+        depth += line.endswith("{")
+    return "\n".join(out) + "\n"

@@ -1,0 +1,362 @@
+"""JavaScript: a step as one ES module without dependencies, for a browser, node, or any other place that runs it."""
+
+import base64
+import json
+import math
+from typing import Any
+
+import torch
+
+from loopfold.exporting.c import field_names
+from loopfold.exporting.program import StepProgram
+from loopfold.exporting.texts import Texts
+from loopfold.exporting.writing import Writer
+from loopfold.stepgraph.ops import OPS
+
+_FUNCTIONS = {
+    "product": """\
+function product(x, w, at, rows, columns, y) {
+  y.fill(0);
+  let i = 0;
+  for (; i + 4 <= rows; i += 4) {
+    const m = at + i * columns, a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
+    for (let j = 0, k = m; j < columns; j++, k++)
+      y[j] += a * w[k] + b * w[k + columns] + c * w[k + 2 * columns] + d * w[k + 3 * columns];
+  }
+  for (; i < rows; i++) for (let j = 0; j < columns; j++) y[j] += x[i] * w[at + i * columns + j];
+}
+""",
+    "rows": """\
+function rows(which, many, w, at, count, width, y) {
+  for (let i = 0; i < many; i++) {
+    const k = at + Math.min(Math.max(Math.trunc(which[i]) || 0, 0), count - 1) * width;
+    for (let j = 0; j < width; j++) y[i * width + j] = w[k + j];
+  }
+}
+""",
+    "take": """\
+function take(x, from, width, y) {
+  for (let i = 0; i < width; i++) y[i] = from[i] < 0 ? 0 : x[from[i]];
+}
+""",
+    "rint": """\
+function rint(x) {  // halves to even
+  const r = Math.round(x);
+  return Math.abs(x % 1) === 0.5 && r % 2 ? r - 1 : r;
+}
+""",
+    "erf": """\
+function erf(x) {
+  return Math.abs(x) < 2 ? series(x) : Math.sign(x) * (1 - tail(Math.abs(x)));
+}
+""",
+    "erfc": """\
+function erfc(x) {
+  return Math.abs(x) < 2 ? 1 - series(x) : x < 0 ? 2 - tail(-x) : tail(x);
+}
+""",
+    "series": """\
+function series(x) {  // of the error function, near zero
+  let term = x, sum = x;
+  for (let n = 1; n < 60; n++) {
+    term *= (-x * x) / n;
+    sum += term / (2 * n + 1);
+  }
+  return (2 / Math.sqrt(Math.PI)) * sum;
+}
+""",
+    "tail": """\
+function tail(x) {  // 1 - erf(x) far from zero, as a continued fraction
+  if (x !== x || x > 30) return x !== x ? x : 0;
+  let f = x;
+  for (let n = 60; n > 0; n--) f = x + n / 2 / f;
+  return Math.exp(-x * x) / f / Math.sqrt(Math.PI);
+}
+""",
+    "rounded": """\
+function rounded(x, digits, least, beyond) {  // to so many binary digits after the first
+  if (x === 0 || x - x !== 0) return x;
+  if (Math.abs(x) >= beyond) return x * Infinity;
+  const unit = 2 ** (Math.max(Math.floor(Math.log2(Math.abs(x))), least) - digits);
+  return rint(x / unit) * unit;
+}
+""",
+}
+_NEEDS = {"erf": ("series", "tail"), "erfc": ("series", "tail"), "rounded": ("rint",)}
+# Where JavaScript says it otherwise than C
+_OWN = {name: f"Math.{name}({{0}})" for name in (
+    "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh sign abs".split()
+)} | {
+    "sigmoid": "1 / (1 + Math.exp(-{0}))",
+    "rsqrt": "1 / Math.sqrt({0})",
+    "exp2": "2 ** {0}",
+    "fmod": "{0} % {1}",
+    "atan2": "Math.atan2({0}, {1})",
+    "pow": "Math.pow({0}, {index})",
+    "power": "Math.pow({0}, {1})",
+    "round": "rint({0})",
+    "erf": "erf({0})",
+    "erfc": "erfc({0})",
+    "bfloat16": f"rounded({{0}}, 7, -126, {(2 - 2.0**-8) * 2.0**127!r})",
+    "float16": "rounded({0}, 10, -14, 65520)",
+}  # fmt: skip
+
+
+class JavaScriptWriter(Writer):
+    variable, constant, truth = "let", "const", "const"
+
+    def __init__(self, program: StepProgram) -> None:
+        super().__init__(program)
+        self.rows_made: list[str] = []  # made once, since every step needs them
+
+    def expression(self, op: str) -> str:
+        return _OWN.get(op, OPS[op].c)
+
+    def literal(self, number: float) -> str:
+        if math.isfinite(number):
+            return repr(float(number))
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+    def loop_of(self, index: str, count: int) -> str:
+        return f"for (let {index} = 0; {index} < {count}; {index}++) {{"
+
+    def declare(self, name: str, width: int) -> None:
+        self.rows_made.append(f"const {name} = new Float32Array({width});")
+
+    def alias(self, name: str, row: str, start: int) -> None:
+        self.rows_made.append(f"const {name} = {row}.subarray({start});")
+
+    def copy(self, row: str, width: int, into: str, at: int) -> None:
+        whole = f"{row}.length === {width} ? {row} : {row}.subarray(0, {width})"
+        self.lines.append(f"{into}.set({whole}, {at});")
+
+    def weight(self, offset: int) -> str:
+        return f"w, {offset}"
+
+    def constant_row(self, index: int, width: int) -> str:
+        at, name = self.offsets[index], f"c{index}"
+        made = f"const {name} = w.subarray({at}, {at + width});"
+        if made not in self.rows_made:
+            self.rows_made.append(made)
+        return name
+
+
+def javascript_source(program: StepProgram, texts: Texts | None, half: bool) -> str:
+    """The module; `half`: its weights have 16 bits each."""
+    writer = JavaScriptWriter(program)
+    body = writer.body()
+    given = [writer.row(value) for value in program.emitted]
+    fields = field_names(program.state)
+    outputs = program.outputs or program.state[:1]
+    results = program.after[len(program.state) :] or program.after[:1]
+    x = program.x[: len(program.x) - program.counts]
+    names = ["x" if not leaf.tokens else "token" for leaf in x]
+    names = names if len(x) < 2 else [f"{name}{i}" for i, name in enumerate(names)]
+
+    read: list[str] = []
+    for name, leaf in zip(names, x, strict=True):
+        if leaf.tokens:
+            read.append(f"check(Number.isInteger({name}) && {name} >= 0 && {name} < {leaf.tokens}, "
+                        f"`a token is a whole number from 0 to {leaf.tokens - 1}; got ${{{name}}}`);")  # fmt: skip
+        else:
+            read.append(f"check({name} && {name}.length === {leaf.size}, "
+                        f"`x must be {leaf.size} numbers; got ${{{name} && {name}.length}}`);")  # fmt: skip
+    buffers = []
+    for i, (leaf, table) in enumerate(program.inputs):
+        if table is not None:
+            width, at = table.shape[1], writer.table_at(i)
+            buffers.append(f"const input{i} = new Float32Array({width});")
+            begin = f"{at} + {names[leaf]} * {width}"
+            read.append(f"input{i}.set(w.subarray({begin}, {begin} + {width}));")
+        elif program.counts and leaf == len(program.x) - 1:
+            buffers.append(f"const input{i} = new Float32Array(1);")
+            read.append(f"input{i}[0] = count++;")
+        else:
+            buffers.append(f"const input{i} = new Float32Array({x[leaf].size});")
+            read.append(f"input{i}.set({names[leaf]});")
+    buffers += [f"const state{i} = new Float32Array({leaf.size});" for i, leaf in enumerate(program.state)]
+    end = []
+    copies = [f"{given[k]}.slice()" for k in results]
+    end.append(f"const output = {copies[0] if len(copies) == 1 else '[' + ', '.join(copies) + ']'};")
+    moved = []
+    for i, k in enumerate(program.after[: len(program.state)]):
+        value = program.emitted[k]
+        if value.op == "state" and value.index != i:
+            end.append(f"const moved{i} = state{value.index}.slice();")
+            moved.append(f"state{i}.set(moved{i});")
+        elif value.op != "state":
+            moved.append(f"state{i}.set({given[k]});")
+    start = writer.start
+    resets = []
+    for i, leaf in enumerate(program.state):
+        resets.append(f"state{i}.set(w.subarray({start}, {start + leaf.size}));")
+        start += leaf.size
+    resets += ["count = 0;"] if program.counts else []
+
+    writes = texts is not None and len(x) == 1 and x[0].tokens > 0
+    if writes and texts is not None:
+        resets.append(f"last = {texts.size};")
+    state = ", ".join(f"{field}: state{i}" for i, field in enumerate(fields))
+    text = "\n".join([*body])
+    functions = [name for name in _FUNCTIONS if f"{name}(" in text]
+    functions += [need for name in functions for need in _NEEDS.get(name, ()) if need not in functions]
+    lines = [
+        f"// One step of {program.name}, made by Loopfold. In a module:",
+        "//",
+        "//   import { create } from './FILE.js'",
+        "//   const model = create()",
+        f"//   const output = model.step({', '.join(names)})  // moves the state on",
+        "//   model.reset()  // back to the state before the first step",
+        "",
+        f"export const about = {json.dumps(_about(program, x, outputs))};",
+        "",
+        *[_FUNCTIONS[name] for name in dict.fromkeys(functions)],
+        "function check(holds, message) {",
+        "if (!holds) throw new RangeError(message);",
+        "}",
+        "",
+        _WEIGHTS.replace("HALF", "true" if half else "false"),
+        *[f"const {name} = [{', '.join(map(str, places))}];" for name, places in writer.indices],
+        "export function create(weights = decoded()) {",
+        f"check(weights.length === {writer.size}, `weights must be {writer.size} numbers; got ${{weights.length}}`);",
+        "const w = weights;",
+        *buffers,
+        *writer.rows_made,
+        *(["let count = 0;"] if program.counts else []),
+        *(["let last = 0;"] if writes else []),
+        "",
+        "function reset() {",
+        *resets,
+        "}",
+        "",
+        f"function step({', '.join(names)}) {{",
+        *read,
+        *body,
+        *end,
+        *moved,
+        "return output;",
+        "}",
+        "",
+        *(_GENERATE.splitlines() if writes else []),
+        "reset();",
+        f"return {{ step, reset, state: {{ {state} }}{', generate' if writes else ''} }};",
+        "}",
+        "",
+    ]
+    if writes and texts is not None:
+        lines += [_texts(texts)]
+    data = torch.cat([t.reshape(-1) for t in program.weights()] or [torch.zeros(0)])
+    packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
+    lines += [f'const data = "{base64.b64encode(packed).decode()}";']
+    return _indented(lines)
+
+
+def _about(program: StepProgram, x: tuple[Any, ...], outputs: tuple[Any, ...]) -> dict[str, Any]:
+    return {
+        "name": program.name,
+        "x": [{"tokens": leaf.tokens} if leaf.tokens else {"shape": leaf.shape} for leaf in x],
+        "output": [{"shape": leaf.shape} for leaf in outputs],
+    }
+
+
+_WEIGHTS = """function decoded() {
+  const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+  if (!HALF) return new Float32Array(bytes.buffer);
+  const bits = new Uint16Array(bytes.buffer), numbers = new Float32Array(bits.length);
+  for (let i = 0; i < bits.length; i++) {
+    const sign = bits[i] & 0x8000 ? -1 : 1, exponent = (bits[i] >> 10) & 31, rest = bits[i] & 1023;
+    numbers[i] = sign * (exponent === 31 ? (rest ? NaN : Infinity)
+      : exponent ? (1 + rest / 1024) * 2 ** (exponent - 15) : rest * 2 ** -24);
+  }
+  return numbers;
+}
+"""
+
+_GENERATE = """// Read a prompt, text or tokens, then write so many tokens; the next call goes on from there.
+function generate(prompt, length, { temperature = 1, topK = 0, random = Math.random } = {}) {
+const written = [], read = typeof prompt === "string" ? encode(prompt) : prompt;
+for (let i = 0; i < read.length + length; i++) {
+const output = step(last);
+last = i < read.length ? read[i] : pick(output, temperature, topK, random);
+if (i >= read.length) written.push(last);
+}
+return typeof prompt === "string" ? decode(written, read) : written;
+}
+"""
+
+_PICK = """// A token, drawn with a temperature (0: the likeliest) from the topK likeliest (0: all).
+export function pick(output, temperature = 1, topK = 0, random = Math.random) {
+  const places = [...output.keys()].filter((i) => i !== unknown).sort((i, j) => output[j] - output[i]);
+  if (!(temperature > 0)) return places[0];
+  const kept = topK > 0 ? places.slice(0, topK) : places;
+  const shares = kept.map((i) => Math.exp((output[i] - output[kept[0]]) / temperature));
+  let left = random() * shares.reduce((a, b) => a + b, 0);
+  for (let i = 0; i < kept.length; i++) if ((left -= shares[i]) < 0) return kept[i];
+  return kept[kept.length - 1];
+}
+"""
+
+
+def _texts(texts: Texts) -> str:
+    """The functions that read and write text."""
+    tokens = json.dumps([base64.b64encode(token).decode() for token in texts.tokens])
+    encode = _ENCODE[texts.unit]
+    return f"""{_PICK}
+const unknown = {"null" if texts.unknown is None else texts.unknown};
+const bytesOf = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+const tokenBytes = {tokens}.map(bytesOf);
+const texts = tokenBytes.map((bytes) => new TextDecoder().decode(bytes));
+
+// The text of each token
+export {{ texts }};
+
+{encode}"""
+
+
+_CHARACTERS = """const numbers = new Map(texts.map((text, i) => [text, i]));
+export function encode(text) {
+  return [...text].map((c) => numbers.get(c) ?? 0);
+}
+export function decode(tokens) {
+  return tokens.map((i) => texts[i]).join("");
+}
+"""
+_BYTES = """export function decode(tokens) {
+  const bytes = tokens.flatMap((i) => [...tokenBytes[i]]);
+  return new TextDecoder().decode(Uint8Array.from(bytes));
+}
+"""
+_ENCODE = {
+    "character": _CHARACTERS,
+    "byte": "export function encode(text) {\n  return [...new TextEncoder().encode(text)];\n}\n" + _BYTES,
+    "subword": """export function encode() {
+  throw new Error("subwords are made by a program of their own: give the prompt as tokens");
+}
+"""
+    + _BYTES,
+    "word": """const numbers = new Map(texts.map((text, i) => [text, i]));
+export function encode(text) {  // what stands between white space; a line that is over ends in a token of its own
+  return (text.match(/\\n|\\S+/g) ?? []).map((word) => (word === "<unk>" ? 0 : numbers.get(word) ?? 0));
+}
+export function decode(tokens, before = []) {
+  let last = before.length ? texts[before[before.length - 1]] : "\\n";
+  return tokens.map((i) => {
+    const space = last === "\\n" || texts[i] === "\\n" ? "" : " ";
+    last = texts[i];
+    return space + texts[i];
+  }).join("");
+}
+""",
+}
+
+
+def _indented(lines: list[str]) -> str:
+    depth, out = 0, []
+    for line in lines:
+        if "\n" in line or line.startswith("const data"):
+            out.append(line)
+            continue
+        depth -= line.startswith("}")
+        out.append("  " * depth + line if line else "")
+        depth += line.endswith("{")
+    return "\n".join(out) + "\n"

@@ -1,0 +1,279 @@
+"""ONNX: a step with its state in and out, or the whole recurrence as a `Scan`, for any batch and any length."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from loopfold.exporting.program import Leaf, StepProgram
+from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.ops import Kind
+
+OPSET, IR = 18, 10
+
+# Operations that ONNX has under a name of its own, with their arguments as they are
+_SAME = {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "power": "Pow", "maximum": "Max", "minimum": "Min",
+    "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual", "eq": "Equal",
+    "and": "And", "or": "Or", "not": "Not", "where": "Where", "neg": "Neg", "abs": "Abs", "sign": "Sign",
+    "relu": "Relu", "tanh": "Tanh", "sigmoid": "Sigmoid", "exp": "Exp", "log": "Log", "sqrt": "Sqrt",
+    "reciprocal": "Reciprocal", "sin": "Sin", "cos": "Cos", "tan": "Tan", "sinh": "Sinh", "cosh": "Cosh",
+    "floor": "Floor", "ceil": "Ceil", "round": "Round", "atan": "Atan", "asinh": "Asinh", "erf": "Erf",
+    "detach": "Identity",
+}  # fmt: skip
+
+
+class Graph:
+    """Nodes of ONNX in order, each with one result; initializers are shared with the graphs inside."""
+
+    def __init__(self, helper: Any, outer: "Graph | None" = None) -> None:
+        self.helper, self.nodes, self.outer = helper, [], outer
+        self.initializers: dict[str, Any] = outer.initializers if outer else {}
+        self._count: list[int] = outer._count if outer else [0]
+
+    def node(self, op: str, *inputs: str, **attributes: Any) -> str:
+        self._count[0] += 1
+        name = f"{op.lower()}_{self._count[0]}"
+        self.nodes.append(self.helper.make_node(op, list(inputs), [name], name=name, **attributes))
+        return name
+
+    def tensor(self, value: torch.Tensor) -> str:
+        import onnx.numpy_helper
+
+        key = f"constant_{len(self.initializers)}"
+        self.initializers[key] = onnx.numpy_helper.from_array(value.numpy(), key)
+        return key
+
+    def number(self, value: float) -> str:
+        return self.tensor(torch.tensor(value, dtype=torch.float32))
+
+    def integers(self, *values: int) -> str:
+        return self.tensor(torch.tensor(values, dtype=torch.int64))
+
+
+class Operations:
+    """The operations of a step in a graph of ONNX. A value is `[batch, width]`, or `[width]` where all rows are alike."""
+
+    def __init__(self, graph: Graph, program: StepProgram, states: list[str], inputs: list[str]) -> None:
+        self.graph, self.states, self.inputs = graph, states, inputs
+        rows = graph.node("Slice", graph.node("Shape", (states or inputs)[0]), *map(graph.integers, (0, 1)))
+        self.batch = rows
+        self.weights = [graph.tensor(constant) for constant in program.constants]
+        self.names: dict[Value, str] = {}
+        self.alike: set[Value] = set()
+        for v in program.order:
+            if not v.args and v.op in ("number", "constant") or (v.args and v.is_pointwise and {*v.args} <= self.alike):
+                self.alike.add(v)
+            self.names[v] = self._of(v)
+
+    def whole(self, v: Value) -> str:
+        """A value as `[batch, width]`."""
+        if v not in self.alike:
+            return self.names[v]
+        g = self.graph
+        return g.node("Expand", self.names[v], g.node("Concat", self.batch, g.integers(v.width), axis=0))
+
+    def _of(self, v: Value) -> str:
+        g = self.graph
+        if v.op == "number":
+            return g.number(v.index)
+        if v.op == "constant":
+            return self.weights[v.index]
+        if v.op == "input":
+            return self.inputs[v.index]
+        if v.op == "state":
+            return self.states[v.index]
+        if v.is_pointwise:
+            return self._pointwise(v, [self.names[a] for a in v.args])
+        a = v.args[0]
+        if v.op == "matmul":
+            i, transposed = v.index
+            matrix = g.node("Transpose", self.weights[i], perm=[1, 0]) if transposed else self.weights[i]
+            return g.node("MatMul", self.whole(a), matrix)
+        if v.op == "row":
+            i, k = v.index
+            inside = g.node("Clip", self.whole(a), g.number(0), g.number(k - 1))
+            which = g.node("Cast", inside, to=7)
+            return g.node("Reshape", g.node("Gather", self.weights[i], which, axis=0), g.integers(-1, v.width))
+        if v.op == "slice":
+            ends = map(g.integers, (v.index, v.index + v.width, 1))
+            return g.node("Slice", self.whole(a), *ends)
+        if v.op == "cat":
+            return g.node("Concat", *map(self.whole, v.args), axis=1)
+        if v.op == "take":
+            row = self.whole(a)
+            if -1 in v.index:
+                zero = g.node("Expand", g.number(0), g.node("Concat", self.batch, g.integers(1), axis=0))
+                row = g.node("Concat", row, zero, axis=1)
+            return g.node("Gather", row, g.integers(*(a.width if p < 0 else p for p in v.index)), axis=1)
+        assert v.kind is Kind.REDUCTION, v.op
+        parts = g.node("Reshape", self.whole(a), g.integers(-1, v.width, a.width // v.width))
+        reduce = {"sum": "ReduceSum", "amax": "ReduceMax", "amin": "ReduceMin"}[v.op]
+        return g.node(reduce, parts, g.integers(2), keepdims=0)
+
+    def _pointwise(self, v: Value, a: list[str]) -> str:
+        g = self.graph
+        if v.op in _SAME:
+            return g.node(_SAME[v.op], *a)
+        if v.op == "expand":
+            return g.node("Expand", a[0], g.integers(v.width) if v in self.alike else g.integers(1, v.width))
+        if v.op in ("bfloat16", "float16"):
+            kind = {"bfloat16": 16, "float16": 10}[v.op]  # of ONNX's TensorProto
+            return g.node("Cast", g.node("Cast", a[0], to=kind), to=1)
+        return _MORE[v.op](g, v, *a)
+
+
+def _angle(g: Graph, v: Value, a: str, b: str) -> str:
+    """atan2: the angle by its tangent, and half a turn where that is on the other side."""
+    zero, half = g.number(0), g.number(math.pi)
+    turn = g.node("Where", g.node("Less", a, zero), g.node("Neg", half), half)
+    plain = g.node("Atan", g.node("Div", a, b))
+    level = g.node("Equal", g.node("Abs", a), zero)
+    beyond = g.node("Where", g.node("Less", b, zero), g.node("Add", plain, turn), plain)
+    both = g.node("And", level, g.node("Equal", b, zero))
+    return g.node("Where", both, zero, beyond)
+
+
+def _truncated(g: Graph, v: Value, a: str) -> str:
+    return g.node("Mul", g.node("Sign", a), g.node("Floor", g.node("Abs", a)))
+
+
+def _times(number: float) -> Callable[..., str]:
+    return lambda g, v, a: g.node("Mul", g.node("Log", a), g.number(number))
+
+
+_MORE: dict[str, Callable[..., str]] = {
+    "ne": lambda g, v, a, b: g.node("Not", g.node("Equal", a, b)),
+    "fmod": lambda g, v, a, b: g.node("Mod", a, b, fmod=1),
+    "atan2": _angle,
+    "expm1": lambda g, v, a: g.node("Sub", g.node("Exp", a), g.number(1)),
+    "log1p": lambda g, v, a: g.node("Log", g.node("Add", a, g.number(1))),
+    "rsqrt": lambda g, v, a: g.node("Reciprocal", g.node("Sqrt", a)),
+    "pow": lambda g, v, a: g.node("Pow", a, g.number(v.index)),
+    "exp2": lambda g, v, a: g.node("Pow", g.number(2), a),
+    "log2": _times(1 / math.log(2)),
+    "log10": _times(1 / math.log(10)),
+    "trunc": _truncated,
+    "erfc": lambda g, v, a: g.node("Sub", g.number(1), g.node("Erf", a)),
+    "surrogate": lambda g, v, a, b, w: g.node("Identity", a),
+}
+
+
+def onnx_model(program: StepProgram, one_step: bool, lengths: bool) -> Any:
+    """A model of ONNX: `one_step`, or a whole sequence; `lengths`: with how long each sequence is as another input."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    main = Graph(helper)
+    x = program.x[: len(program.x) - program.counts]
+    outputs = program.outputs or program.state[:1]
+    given_as = [leaf.name for leaf in x]
+    states = [leaf.name for leaf in program.state]
+    results = ["output"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))]
+    timed = program.counts or lengths
+    time = [] if one_step else ["time"]
+
+    def info(name: str, leaf: Leaf, *before: str) -> Any:
+        kind = TensorProto.INT64 if leaf.tokens else TensorProto.FLOAT
+        return helper.make_tensor_value_info(name, kind, [*before, *leaf.shape])
+
+    given = [info(name, leaf, *time, "batch") for name, leaf in zip(given_as, x, strict=True)]
+    given += [info(name, leaf, "batch") for name, leaf in zip(states, program.state, strict=True)]
+    rows = [
+        main.node("Reshape", name, main.integers(-1, leaf.size))
+        for name, leaf in zip(states, program.state, strict=True)
+    ]
+    if one_step:
+        if program.counts:
+            given.append(helper.make_tensor_value_info("t", TensorProto.INT64, []))
+        after, out = _step(main, program, rows, given_as, "t")
+    else:
+        after, out = _scan(main, program, rows, given_as, timed, lengths, given)
+    lead = [0] if one_step else [0, 0]
+    for flat, name, leaf in zip(out, results, outputs, strict=True):
+        main.nodes.append(helper.make_node("Reshape", [flat, main.integers(*lead, *leaf.shape)], [name]))
+    for flat, name, leaf in zip(after, states, program.state, strict=True):
+        main.nodes.append(helper.make_node("Reshape", [flat, main.integers(0, *leaf.shape)], [f"{name}_after"]))
+    told = [info(name, leaf, *time, "batch") for name, leaf in zip(results, outputs, strict=True)]
+    told += [info(f"{name}_after", leaf, "batch") for name, leaf in zip(states, program.state, strict=True)]
+    graph = helper.make_graph(main.nodes, program.name, given, told, [*main.initializers.values()])
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR, producer_name="loopfold"
+    )
+    start = {name: values.reshape(leaf.shape).tolist() for name, leaf, values in zip(states, program.state, program.start, strict=True)}
+    helper.set_model_props(model, {"start": json.dumps(start)})
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def _step(graph: Graph, program: StepProgram, states: list[str], x: list[str], t: str) -> tuple[list[str], list[str]]:
+    """One step: the leaves of the new state and the outputs, a row for each sequence."""
+    inputs = []
+    for leaf, table in program.inputs:
+        if table is not None:
+            inputs.append(graph.node("Gather", graph.tensor(table), x[leaf], axis=0))
+        elif program.counts and leaf == len(program.x) - 1:
+            number = graph.node("Reshape", graph.node("Cast", t, to=1), graph.integers(1, 1))
+            rows = graph.node("Slice", graph.node("Shape", states[0]), graph.integers(0), graph.integers(1))
+            ones = graph.node("Concat", rows, graph.integers(1), axis=0)
+            inputs.append(graph.node("Expand", number, ones))
+        else:
+            inputs.append(graph.node("Reshape", x[leaf], graph.integers(-1, program.x[leaf].size)))
+    step = Operations(graph, program, states, inputs)
+    cut = len(program.state)
+    after = [step.whole(program.emitted[k]) for k in program.after[:cut]]
+    out = [step.whole(program.emitted[k]) for k in program.after[cut:] or program.after[:1]]
+    return after, out
+
+
+def _scan(
+    main: Graph,
+    program: StepProgram,
+    states: list[str],
+    x: list[str],
+    timed: bool,
+    lengths: bool,
+    given: list[Any],
+) -> tuple[list[str], list[str]]:
+    """All steps, as one node."""
+    from onnx import TensorProto, helper
+
+    def info(name: str, leaf: Leaf, kind: int = TensorProto.FLOAT) -> Any:
+        shape = ["batch", *leaf.shape] if leaf.tokens or kind else []
+        return helper.make_tensor_value_info(name, TensorProto.INT64 if leaf.tokens else kind, shape)
+
+    body = Graph(helper, main)
+    before = [f"{leaf.name}_before" for leaf in program.state]
+    now = [f"{name}_now" for name in x]
+    after, out = _step(body, program, before, now, "t_now")
+    if lengths:
+        given.append(helper.make_tensor_value_info("lengths", TensorProto.INT64, ["batch"]))
+        alive = body.node("Unsqueeze", body.node("Less", "t_now", "lengths"), body.integers(1))
+        after = [body.node("Where", alive, new, old) for new, old in zip(after, before, strict=True)]
+        out = [body.node("Where", alive, new, body.number(0)) for new in out]
+    sequences = [*x]
+    if not x:
+        given.append(helper.make_tensor_value_info("steps", TensorProto.INT64, []))
+    if timed or not x:
+        steps = "steps"
+        if x:
+            first = main.node("Slice", main.node("Shape", x[0]), main.integers(0), main.integers(1))
+            steps = main.node("Squeeze", first, main.integers(0))
+        zero, one = main.tensor(torch.tensor(0)), main.tensor(torch.tensor(1))
+        sequences.append(main.node("Range", zero, steps, one))
+    widths = [leaf.size for leaf in program.state] + [leaf.size for leaf in program.outputs or program.state[:1]]
+    reads = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", leaf.size])
+             for name, leaf in zip(before, program.state, strict=True)]  # fmt: skip
+    reads += [info(name, leaf) for name, leaf in zip(now, program.x, strict=False)]
+    reads += [helper.make_tensor_value_info("t_now", TensorProto.INT64, [])] if len(sequences) > len(x) else []
+    names = [body.node("Identity", name) for name in (*after, *out)]  # no two outputs may be one
+    gives = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
+             for name, width in zip(names, widths, strict=True)]  # fmt: skip
+    inner = helper.make_graph(body.nodes, "step", reads, gives)
+    found = [f"scan_{i}" for i in range(len(names))]
+    main.nodes.append(
+        helper.make_node("Scan", [*states, *sequences], found, body=inner, num_scan_inputs=len(sequences))
+    )
+    return found[: len(after)], found[len(after) :]

@@ -1,0 +1,158 @@
+"""A step in a language like C, line by line: what its printers share."""
+
+from abc import ABC, abstractmethod
+
+from loopfold.exporting.program import StepProgram
+from loopfold.stepgraph.loop import Value
+from loopfold.stepgraph.ops import OPS, Kind
+
+
+class Writer(ABC):
+    """Writes the body of a step: `v1`, `v2`, … are rows, and `s1`, `s2`, … one feature of a row, in a loop over them."""
+
+    def __init__(self, program: StepProgram) -> None:
+        self.program = program
+        self.number = {v: i for i, v in enumerate(program.order)}
+        self.offsets: list[int] = []  # of each of the program's weights in one array
+        self.size = 0
+        for tensor in program.weights():
+            self.offsets.append(self.size)
+            self.size += tensor.numel()
+        self.lines: list[str] = []
+        self._numbers: set[str] = set()
+        self.indices: list[tuple[str, tuple[int, ...]]] = []  # what is put elsewhere, and where it stood
+
+    @property
+    def start(self) -> int:
+        """Where the first state stands among the weights."""
+        return self.offsets[len(self.offsets) - len(self.program.start)] if self.program.start else self.size
+
+    def table_at(self, i: int) -> int:
+        """Where the table of input i stands among the weights."""
+        tables = [j for j, (_, table) in enumerate(self.program.inputs) if table is not None]
+        return self.offsets[len(self.program.constants) + tables.index(i)]
+
+    def body(self) -> list[str]:
+        """A step, from the state and x to `emitted`."""
+        for phase in self.program.phases:
+            for v in phase.rows:
+                self._whole_row(v)
+            for width, values in phase.loops.items():
+                self._loop(width, values)
+        return self.lines
+
+    # ---- what is not a loop over features
+
+    def _whole_row(self, v: Value) -> None:
+        a, name = v.args[0], f"v{self.number[v]}"
+        if v.op == "slice":
+            self.alias(name, self.row(a), v.index)
+            return
+        self.declare(name, v.width)
+        if v.op == "matmul":
+            i, transposed = v.index
+            call = "product_of_transpose" if transposed else "product"
+            self.call(call, self.row(a), self.weight(self.offsets[i]), str(a.width), str(v.width), name)
+        elif v.op == "row":
+            i, k = v.index
+            each = v.width // a.width
+            self.call("rows", self.row(a), str(a.width), self.weight(self.offsets[i]), str(k), str(each), name)
+        elif v.op == "take":
+            self.indices.append((f"i{self.number[v]}", v.index))
+            self.call("take", self.row(a), f"i{self.number[v]}", str(v.width), name)
+        elif v.op == "cat":
+            at = 0
+            for part in v.args:
+                self.copy(self.row(part), part.width, name, at)
+                at += part.width
+        else:
+            self._reduction(v, a, name)
+
+    def _reduction(self, v: Value, a: Value, name: str) -> None:
+        op, each = OPS[v.op], a.width // v.width
+        assert v.kind is Kind.REDUCTION, v.op
+        assert op.start is not None
+        self.lines += [self.loop_of("i", v.width), f"{self.variable} s = {self.literal(op.start)};"]
+        self.lines += [
+            self.loop_of("j", each),
+            f"s = {op.c.format('s', f'{self.row(a)}[i * {each} + j]')};",
+            "}",
+            f"{name}[i] = s;",
+            "}",
+        ]
+
+    # ---- loops over features
+
+    def _loop(self, width: int, values: list[Value]) -> None:
+        for v in values:
+            if v in self.program.stored:
+                self.declare(f"v{self.number[v]}", width)
+        self.lines.append(self.loop_of("i", width))
+        here = set(values)
+        for v in values:
+            name = f"s{self.number[v]}"
+            arguments = [self._feature(a, here) for a in v.args]
+            index = self.literal(v.index) if isinstance(v.index, int | float) else ""
+            what = self.expression(v.op).format(*arguments, index=index)
+            self.lines.append(f"{self.truth if v.is_bool else self.constant} {name} = {what};")
+            if v in self.program.stored:
+                self.lines.append(f"v{self.number[v]}[i] = {name};")
+        self.lines.append("}")
+
+    def _feature(self, v: Value, here: set[Value]) -> str:
+        if v.op == "number":
+            return f"({self.literal(v.index)})" if v.index < 0 else self.literal(v.index)
+        if v in here:
+            return f"s{self.number[v]}"
+        return f"{self.row(v)}[{'0' if v.width == 1 else 'i'}]"
+
+    def row(self, v: Value) -> str:
+        """A whole row, by name."""
+        if v.op == "number":  # which a product, or something like it, reads as a row of one
+            name = f"v{self.number[v]}"
+            if name not in self._numbers:
+                self._numbers.add(name)
+                self.declare(name, 1)
+                self.lines.append(f"{name}[0] = {self.literal(v.index)};")
+            return name
+        if v.op == "constant":
+            return self.constant_row(v.index, v.width)
+        if v.op == "input":
+            return f"input{v.index}"
+        if v.op == "state":
+            return f"state{v.index}"
+        assert v.op != "context"
+        return f"v{self.number[v]}"
+
+    # ---- what the languages say differently
+
+    variable: str
+    constant: str
+    truth: str
+
+    def expression(self, op: str) -> str:
+        return OPS[op].c
+
+    @abstractmethod
+    def literal(self, number: float) -> str: ...
+
+    @abstractmethod
+    def loop_of(self, index: str, count: int) -> str: ...
+
+    @abstractmethod
+    def declare(self, name: str, width: int) -> None: ...
+
+    @abstractmethod
+    def alias(self, name: str, row: str, start: int) -> None: ...
+
+    @abstractmethod
+    def copy(self, row: str, width: int, into: str, at: int) -> None: ...
+
+    @abstractmethod
+    def weight(self, offset: int) -> str: ...
+
+    @abstractmethod
+    def constant_row(self, index: int, width: int) -> str: ...
+
+    def call(self, function: str, *arguments: str) -> None:
+        self.lines.append(f"{function}({', '.join(arguments)});")
