@@ -22,6 +22,7 @@ import loopfold as lf
 from loopfold.exporting.onnx import onnx_model
 from loopfold.exporting.program import StepProgram
 from loopfold.language.recurrent import recurrent_lm
+from loopfold.states import leaves
 from loopfold.stepgraph.graph import Refusal
 from loopfold.text.vocabulary import Bytes, Characters, Words
 
@@ -31,12 +32,11 @@ NODE = shutil.which("node")
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror"]
 
 
-def wanted(model: nn.Module, x: Tensor) -> NDArray[Any]:
-    """The outputs of one sequence `[τ, …]` by the definition: in float64."""
-    stepper = lf.Stepper(model.double().eval())
-    found = np.array([np.asarray(stepper.step(row)).reshape(-1) for row in x.double() if True])
-    model.float()
-    return found
+def by_definition(model: nn.Module, x: Tensor) -> NDArray[Any]:
+    """The outputs of one sequence `[τ, features]`, by the definition, in the dtype of x."""
+    found = lf.unfold(model.to(x.dtype), x[:, None], engine=lf.Sequential())
+    first = leaves(found.states if found.outputs is None else found.outputs)[0]
+    return first.detach().reshape(len(x), -1).double().numpy()
 
 
 # ------------------------------------------------------------------ running what was written
@@ -155,10 +155,9 @@ def close(folder: Path, makes: dict[str, Callable[[], tuple[nn.Module, Tensor]]]
         lf.export(model, folder / f"{name}.c", x=x[:1])
         lf.export(model, folder / f"{name}.mjs", x=x[:1])
         xs[name] = x
-        single = np.array([np.asarray(o).reshape(-1) for o in map(lf.Stepper(model).step, x[:, None])])
-        truth[name] = wanted(model, x[:, None])
-        rough = np.abs(single - truth[name]).max()
-        bound[name] = max(2e-5, 20 * rough) * max(1.0, np.abs(truth[name]).max())
+        truth[name] = by_definition(model, x.double())
+        rough = np.abs(by_definition(model, x) - truth[name]).max()  # what float32 alone makes of it
+        bound[name] = max(1e-5 * max(1.0, np.abs(truth[name]).max()), 20 * rough)
     assert len(refused) < len(makes) / 10, refused
     library = compiled(folder, [folder / f"{name}.c" for name in programs])
     node = in_node(folder, [*programs], [*xs.values()])
@@ -170,3 +169,222 @@ def close(folder: Path, makes: dict[str, Callable[[], tuple[nn.Module, Tensor]]]
         }
         for language, e in error.items():
             assert np.abs(e).max() <= bound[name], (name, language, programs[name].order)
+
+
+class FromRamp(Autonomous):
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.linspace(-1, 1, len(self.W)).expand(batch, -1)
+
+
+def test_a_step_without_input(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    model = FromRamp(5)
+    truth = lf.unfold(model, steps=4, state=model.initial_state(1), engine=lf.Sequential()).hidden[:, 0].detach()
+    lf.export(model, tmp_path / "m.c")
+    lf.export(model, tmp_path / "m.mjs")
+    lf.export(model, tmp_path / "m.onnx")
+    library = compiled(tmp_path, [tmp_path / "m.c"])
+    memory, out = ctypes.create_string_buffer(1 << 16), np.zeros(5, dtype=np.float32)
+    library.m_init(memory)
+    for row in truth:
+        library.m_step(memory, ctypes.c_void_p(out.ctypes.data))
+        np.testing.assert_allclose(out, row, atol=1e-6)
+    code = "const model = create(); console.log(JSON.stringify([1, 2, 3, 4].map(() => [...model.step()])));"
+    np.testing.assert_allclose(node(tmp_path / "m.mjs", "create", code), truth, atol=1e-6)
+    session = runtime.InferenceSession(tmp_path / "m.onnx")
+    start = model.initial_state(1).numpy()
+    found = session.run(None, {"s": start, "steps": np.array(4)})
+    np.testing.assert_allclose(found[0][:, 0], truth, atol=1e-6)
+
+
+def node(module: Path, names: str, code: str) -> Any:
+    """What a program prints that imports some names of a module."""
+    if NODE is None:
+        pytest.skip("no node")
+    code = f'import {{ {names} }} from "{module.as_uri()}";\n{code}'
+    done = subprocess.run([NODE, "--input-type=module", "-e", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ------------------------------------------------------------------ layers, readouts, whole sequences
+
+
+def stacked() -> nn.Module:
+    layers = lf.Stacked([lf.Recurrent(lf.GRU(3, 5)), lf.Recurrent(lf.LSTM(5, 4))])
+    return lf.SequenceToSequence(layers, outputs=7)
+
+
+@pytest.mark.parametrize("make", [stacked, lambda: lf.Recurrent(lf.LSTM(3, 5)), lambda: lf.LSTM(3, 5)])
+def test_batches_and_lengths_in_onnx(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x, lengths = make(), torch.randn(6, 3, 3), torch.tensor([6, 1, 4])
+    layer = model.recurrent if isinstance(model, lf.SequenceToSequence) else model
+    run = lf.unfold(layer, x, lengths=lengths) if isinstance(model, lf.Transition) else layer(x, None, lengths)
+    hidden = run.hidden
+    truth = model.readout(hidden) if isinstance(model, lf.SequenceToSequence) else hidden
+    alive = torch.arange(6)[:, None, None] < lengths[:, None]
+    program = StepProgram.of(model)
+    out, *last = in_onnx(program, x, lengths=lengths)
+    np.testing.assert_allclose(out, torch.where(alive, truth, 0).detach(), atol=1e-6)
+    for found, leaf in zip(last, leaves(run.last), strict=True):
+        np.testing.assert_allclose(found, leaf.detach(), atol=1e-6)
+    whole, by_steps = in_onnx(program, x), in_onnx(program, x, one_step=True)
+    for a, b in zip(whole, by_steps, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_learned_start_and_the_number_of_the_step(tmp_path: Path) -> None:
+    class Timed(lf.Transition):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input_size, self.start = 2, nn.Parameter(torch.tensor([0.3, -0.7]))
+
+        def initial_state(self, batch: int) -> Tensor:
+            return self.start.expand(batch, 2)
+
+        def forward(self, h: Tensor, x: Tensor, t: Tensor) -> Tensor:
+            return torch.tanh(h * 0.9 + x * torch.cos(t))
+
+    model, x = Timed(), torch.randn(7, 2)
+    truth = by_definition(model, x)
+    lf.export(model, tmp_path / "m.c")
+    lf.export(model, tmp_path / "m.mjs")
+    library = compiled(tmp_path, [tmp_path / "m.c"])
+    np.testing.assert_allclose(in_c(library, "m", x, 2), truth, atol=1e-6)
+    np.testing.assert_allclose(in_node(tmp_path, ["m"], [x])[0], truth, atol=1e-6)
+    np.testing.assert_allclose(in_onnx(StepProgram.of(model), x[:, None])[0][:, 0], truth, atol=1e-6)
+
+
+# ------------------------------------------------------------------ language models
+
+VOCABULARIES = {
+    "characters": Characters.of("to be or not to be,\nthat is the question: é日"),
+    "bytes": Bytes(),
+    "words": Words.of("to be or not to be that is the question\nto be or not <unk>\n"),
+}
+
+
+def language_model(kind: str) -> Any:
+    torch.manual_seed(1)
+    model = recurrent_lm(VOCABULARIES[kind].size, [lf.GRU(6, 8), lf.LSTM(8, 6)], 6, 0.3, tied=True)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    return model
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_a_language_model_writes_what_python_writes(kind: str, tmp_path: Path) -> None:
+    model, vocabulary = language_model(kind), VOCABULARIES[kind]
+    prompt = "to be\nor not"
+    text = lf.generate(model, vocabulary, prompt, 30, lf.Greedy())
+    ids = vocabulary.beginning(prompt).tolist()
+    lf.export(model, tmp_path / "lm.c", vocabulary=vocabulary)
+    lf.export(model, tmp_path / "lm.mjs", vocabulary=vocabulary)
+    library = compiled(tmp_path, [tmp_path / "lm.c"])
+    memory, seed = ctypes.create_string_buffer(1 << 20), ctypes.c_ulonglong(7)
+    library.lm_init(memory)
+    long = ctypes.c_long
+    written = (long * 30)()
+    assert library.lm_generate(memory, (long * len(ids))(*ids), long(len(ids)), written, long(12), ctypes.c_float(0),
+                               long(0), ctypes.byref(seed)) == 0  # fmt: skip
+    rest = (long * 18).from_buffer(written, 12 * ctypes.sizeof(long))
+    assert library.lm_generate(memory, None, long(0), rest, long(18), ctypes.c_float(0), long(0),
+                               ctypes.byref(seed)) == 0  # fmt: skip
+    assert vocabulary.decode([*ids, *written]) == prompt + text
+    assert library.lm_generate(memory, (long * 1)(vocabulary.size), long(1), written, long(0), ctypes.c_float(0),
+                               long(0), ctypes.byref(seed)) == -1  # fmt: skip
+    tokens = (ctypes.c_char_p * vocabulary.size).in_dll(library, "lm_tokens")
+    assert [t.decode(errors="backslashreplace") for t in tokens][1:] == [*map(vocabulary.token, range(1, len(tokens)))]
+
+    first, numbers, read = node(
+        tmp_path / "lm.mjs",
+        "create, encode",
+        f"""const model = create(), prompt = {json.dumps(prompt)};
+        const first = model.generate(prompt, 30, {{ temperature: 0 }});
+        model.reset();
+        const ids = model.generate(encode(prompt), 30, {{ temperature: 0 }});
+        console.log(JSON.stringify([first, ids, encode(prompt)]));""",
+    )
+    assert (numbers, read) == ([*written], ids)
+    assert first == text
+
+
+def test_tokens_are_drawn_as_often_as_they_should(tmp_path: Path) -> None:
+    model, vocabulary = language_model("characters"), VOCABULARIES["characters"]
+    lf.export(model, tmp_path / "lm.c", vocabulary=vocabulary)
+    lf.export(model, tmp_path / "lm.mjs", vocabulary=vocabulary, half=True)
+    library, n, draws = compiled(tmp_path, [tmp_path / "lm.c"]), vocabulary.size, 20_000
+    torch.manual_seed(0)
+    output = torch.randn(n).numpy()
+    library.lm_pick.restype = ctypes.c_long
+    for temperature, top_k in ((1.0, 0), (0.5, 0), (2.0, 5)):
+        logits = torch.from_numpy(output).double() / temperature
+        logits[0] = -math.inf  # the unknown
+        if top_k:
+            logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+        expected = logits.softmax(0).numpy()
+        seed = ctypes.c_ulonglong(3)
+        where = ctypes.c_void_p(output.ctypes.data)
+        picks = [library.lm_pick(where, ctypes.c_float(temperature), ctypes.c_long(top_k), ctypes.byref(seed))
+                 for _ in range(draws)]  # fmt: skip
+        by_node = node(
+            tmp_path / "lm.mjs",
+            "pick",
+            f"""const output = {json.dumps(output.tolist())}, counts = output.map(() => 0);
+            for (let i = 0; i < {draws}; i++) counts[pick(output, {temperature}, {top_k})]++;
+            console.log(JSON.stringify(counts));""",
+        )
+        for counts in (np.bincount(picks, minlength=n), np.array(by_node)):
+            assert counts[expected == 0].sum() == 0
+            spread = np.sqrt(expected * (1 - expected) / draws)
+            assert (np.abs(counts / draws - expected) <= 5 * spread + 1e-9).all()
+
+
+def test_weights_beside_the_code_and_in_half_precision(tmp_path: Path) -> None:
+    model, x = lf.SequenceToSequence(lf.GRU(4, 30), outputs=3), torch.randn(5, 4)
+    truth = model(x[:, None])[:, 0].detach().numpy()
+    source, header, weights = lf.export(model, tmp_path / "m.c", weights_beside=True)
+    numbers = np.fromfile(weights, dtype="<f4")
+    assert f"#define M_WEIGHTS {len(numbers)}\n" in header.read_text()
+    library = compiled(tmp_path, [source])
+    memory, out = ctypes.create_string_buffer(1 << 16), np.zeros(3, dtype=np.float32)
+    library.m_init(memory, ctypes.c_void_p(numbers.ctypes.data))
+    for row, o in zip(x, truth, strict=True):
+        library.m_step(memory, ctypes.c_void_p(row.numpy().ctypes.data), ctypes.c_void_p(out.ctypes.data))
+        np.testing.assert_allclose(out, o, atol=1e-6)
+    lf.export(model, tmp_path / "full.mjs")
+    lf.export(model, tmp_path / "half.mjs", half=True)
+    full, half = in_node(tmp_path, ["full", "half"], [x, x])
+    np.testing.assert_allclose(full, truth, atol=1e-6)
+    assert 1e-7 < np.abs(half - truth).max() < 1e-3
+
+
+# ------------------------------------------------------------------ what cannot be
+
+
+class Drawn(lf.Transition):
+    input_size = 3
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + torch.randn_like(h)
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "options", "message"),
+    [
+        (lf.GRU(3, 5), "m.py", {}, "does not end in the name of a language: type one of .c"),
+        (lf.GRU(3, 5), "my model.c", {}, "begins every name of the C code"),
+        (lf.GRU(3, 5), "m.c", {"half": True}, "half has no effect in C: it is for JavaScript"),
+        (lf.GRU(3, 5), "m.js", {"lengths": True}, "lengths has no effect in JavaScript: it is for ONNX"),
+        (lf.GRU(3, 5), "m.onnx", {"lengths": True, "one_step": True}, "one step has no length"),
+        (lf.GRU(3, 5), "m.js", {"vocabulary": Bytes()}, "goes with a language model that reads so many"),
+        (Drawn(), "m.js", {"x": torch.zeros(1, 3)}, "Drawn cannot be exported: it draws random numbers"),
+        (RandomStep([("add", 0, 1)], 4, 1), "m.js", {}, "does not say how large x is"),
+    ],
+)
+def test_what_cannot_be_exported(model: Any, path: str, options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        lf.export(model, tmp_path / path, **options)
+    assert [*tmp_path.iterdir()] == []

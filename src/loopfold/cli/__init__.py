@@ -7,7 +7,7 @@ from loopfold.cli.training import train
 from loopfold.cli.models import compare, evaluate, generate
 from loopfold.cli.drawing import draw
 from loopfold.cli.pictures import gradients, report
-from loopfold.cli.runs import list_runs, pack
+from loopfold.cli.runs import export, list_runs, pack
 
 __all__ = [
     "app",

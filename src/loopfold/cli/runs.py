@@ -1,11 +1,11 @@
-"""The commands for runs as a whole: pack one, list all."""
+"""The commands for runs as a whole: pack one, export it, list all."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopfold.cli.base import app, echo, echo_json, printable, writable
+from loopfold.cli.base import RunArgument, TrustOption, app, echo, echo_json, printable, writable
 
 if TYPE_CHECKING:
     from loopfold.training.listing import Listed
@@ -24,6 +24,48 @@ def pack(
 
     path = pack_run(run, out)
     echo(f"The run is packed in {path} ({path.stat().st_size / 1e3:,.0f} kB). It does not hold the text.")
+
+
+@app.command(
+    epilog="**Example:** `loopfold export runs/bard --to bard.js`, or `--to bard.c`, or `--to bard.onnx`.",
+)
+def export(
+    run: RunArgument,
+    to: Annotated[
+        Path,
+        typer.Option(help="The file, whose end says the language: .c (with a .h), .js or .onnx.", show_default=False),
+    ],
+    weights_beside: Annotated[
+        bool, typer.Option("--weights-beside", help="C: the weights in a .bin, not in the code.")
+    ] = False,
+    half: Annotated[bool, typer.Option("--half", help="JavaScript: the weights in 16 bits each.")] = False,
+    one_step: Annotated[bool, typer.Option("--one-step", help="ONNX: one step, not a whole sequence.")] = False,
+    lengths: Annotated[
+        bool, typer.Option("--lengths", help="ONNX: with the length of each sequence as another input.")
+    ] = False,
+    trust: TrustOption = False,
+) -> None:
+    """A run as a program that needs no Python: C, JavaScript or ONNX. In the first two it reads and writes text."""
+    from loopfold.errors import OptionError
+    from loopfold.exporting.export import LANGUAGES, export
+    from loopfold.training.run import open_run
+
+    opened = open_run(run, trust=trust)
+    vocabulary = None if LANGUAGES.get(to.suffix) == "ONNX" else opened.vocabulary
+    try:
+        files = export(
+            opened.model,
+            to,
+            vocabulary=vocabulary,
+            weights_beside=weights_beside,
+            half=half,
+            one_step=one_step,
+            lengths=lengths,
+        )
+    except (ValueError, ModuleNotFoundError) as error:
+        raise OptionError(str(error)) from error
+    for file in files:
+        echo(f"{file} ({file.stat().st_size / 1e3:,.0f} kB)")
 
 
 @app.command("list", epilog="**Example:** `loopfold list`, or `loopfold list runs/old --json`.")

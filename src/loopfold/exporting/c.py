@@ -174,7 +174,9 @@ def c_source(program: StepProgram, name: str, texts: Texts | None, inside: bool)
     rest = "\n".join([*inputs, *body, *end])
     lines += ["const float *const w = m->weights;"] if re.search(r"\bw\b", rest) else []
     states = range(len(program.state))
-    inputs += [f"const float *const state{i} = m->{fields[i]};" for i in states if re.search(rf"(?<!>)\bstate{i}\b", rest)]
+    inputs += [
+        f"const float *const state{i} = m->{fields[i]};" for i in states if re.search(rf"(?<!>)\bstate{i}\b", rest)
+    ]
     lines += [f"(void){name};" for name, _ in names if not re.search(rf"\b{name}\b", "\n".join([*lines, rest]))]
     lines += [*inputs, *body, *end]
 
@@ -248,7 +250,10 @@ def c_source(program: StepProgram, name: str, texts: Texts | None, inside: bool)
     ]
     if generated and texts is not None:
         unknown = -1 if texts.unknown is None else texts.unknown
-        source += ["", _GENERATE.replace("NAME", name).replace("UNKNOWN", str(unknown)).replace("SIZE", str(texts.size))]
+        source += [
+            "",
+            _GENERATE.replace("NAME", name).replace("UNKNOWN", str(unknown)).replace("SIZE", str(texts.size)),
+        ]
         source.append(_strings(name, texts))
     return _indented(source), "\n".join(header) + "\n"
 
@@ -303,9 +308,7 @@ def _integers(name: str, numbers: Iterable[int]) -> str:
 
 def _strings(name: str, texts: Texts) -> str:
     def quoted(text: bytes) -> str:
-        safe = b"".join(
-            bytes([b]) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}".encode() for b in text
-        )
+        safe = b"".join(bytes([b]) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}".encode() for b in text)
         return f'"{safe.decode()}"'
 
     strings = ",\n".join(map(quoted, texts.tokens))

@@ -9,6 +9,7 @@ from torch import nn
 
 from loopfold.exporting.c import c_source
 from loopfold.exporting.javascript import javascript_source
+from loopfold.exporting.onnx import onnx_model
 from loopfold.exporting.program import StepProgram
 from loopfold.exporting.texts import Texts
 from loopfold.files import write_whole
@@ -16,7 +17,14 @@ from loopfold.states import Step, name_of
 from loopfold.stepgraph.graph import Refusal
 from loopfold.text.vocabulary import Vocabulary
 
-SUFFIXES = {".c": "C", ".js": "JavaScript", ".mjs": "JavaScript", ".onnx": "ONNX"}
+LANGUAGES = {".c": "C", ".js": "JavaScript", ".mjs": "JavaScript", ".onnx": "ONNX"}
+FOR = {  # where an argument has an effect
+    "weights_beside": ("C",),
+    "half": ("JavaScript",),
+    "one_step": ("ONNX",),
+    "lengths": ("ONNX",),
+    "vocabulary": ("C", "JavaScript"),
+}
 
 
 def export(
@@ -27,16 +35,22 @@ def export(
     vocabulary: Vocabulary | None = None,
     weights_beside: bool = False,
     half: bool = False,
+    one_step: bool = False,
+    lengths: bool = False,
 ) -> list[Path]:
-    """Write one step of a model as a program that needs neither Python nor torch; returns the files.
+    """Write a model as a program that needs neither Python nor torch, in the language that `path` says.
 
     `model`           a transition, `Recurrent`, `Stacked`, `SequenceToSequence`, `SequenceToOne`, a language model, or
-                      any step that compiles, as it is in evaluation
-    `path`            model.c (C99, with model.h) or model.js (an ES module)
+                      any step that compiles; as it is in evaluation, in float32
+    `path`            model.c (C99, with a model.h), model.js (an ES module) or model.onnx
     `x`               like what a step reads, `[batch, …]`, for a step that does not say its size
-    `vocabulary`      of a language model, so that the program reads and writes text
-    `weights_beside`  of C: the weights in model.bin, not in the code
-    `half`            of JavaScript: the weights in 16 bits each
+    `vocabulary`      of a language model: the program then reads and writes text (C, JavaScript)
+    `weights_beside`  the weights in model.bin, not in the code (C)
+    `half`            the weights in 16 bits each (JavaScript)
+    `one_step`        one step, in place of a whole sequence (ONNX; the others take single steps anyway)
+    `lengths`         with how long each sequence is as another input (ONNX)
+
+    Returns the files that were written.
 
     >>> import tempfile
     >>> from loopfold import GRU
@@ -44,34 +58,44 @@ def export(
     ['gru.c', 'gru.h']
     """
     path = Path(path)
-    kind = SUFFIXES.get(path.suffix)
-    if kind is None:
-        known = ", ".join(f"{suffix} ({language})" for suffix, language in SUFFIXES.items())
-        raise ValueError(f"the end of {path.name!r} says nothing of a language: it must be one of {known}.")
-    if half and kind != "JavaScript":
-        raise ValueError("half is for JavaScript: in C a number has 32 bits.")
-    if weights_beside and kind != "C":
-        raise ValueError("weights_beside is for C: a JavaScript module holds its weights.")
+    language = LANGUAGES.get(path.suffix)
+    if language is None:
+        known = ", ".join(f"{suffix} ({name})" for suffix, name in LANGUAGES.items())
+        raise ValueError(f"{path.name!r} does not end in the name of a language: type one of {known}.")
+    asked = {"weights_beside": weights_beside, "half": half, "one_step": one_step, "lengths": lengths}
+    asked["vocabulary"] = vocabulary is not None
+    for name, value in asked.items():
+        if value and language not in FOR[name]:
+            raise ValueError(f"{name} has no effect in {language}: it is for {' and '.join(FOR[name])}.")
+    if one_step and lengths:
+        raise ValueError("one step has no length: leave out one_step or lengths.")
+    if language == "C" and not re.fullmatch(r"[A-Za-z]\w*", path.stem, re.ASCII):
+        raise ValueError(f"{path.stem!r} begins every name of the C code: it must be letters, digits and _.")
     try:
         program = StepProgram.of(model, x)
     except Refusal as reason:
         raise ValueError(f"{name_of(model)} cannot be exported: {reason}") from None
     texts = None if vocabulary is None else Texts.of(vocabulary)
     if texts is not None and [leaf.tokens for leaf in program.x] != [texts.size + 1]:
-        raise ValueError(f"a vocabulary of {texts.size} goes with a model that reads tokens, of which it knows as many.")
-    if kind == "JavaScript":
-        return _written({path: javascript_source(program, texts, half).encode()})
-    if not re.fullmatch(r"[A-Za-z]\w*", path.stem, re.ASCII):
-        raise ValueError(f"{path.stem!r} begins every name of the C code: it must be letters, digits and _.")
-    source, header = c_source(program, path.stem, texts, not weights_beside)
+        raise ValueError(
+            f"a vocabulary of {texts.size} tokens goes with a language model that reads so many; got {name_of(model)}."
+        )
+    for file, data in (files := _files(program, path, language, texts, asked)).items():
+        write_whole(file, data)
+    return [*files]
+
+
+def _files(
+    program: StepProgram, path: Path, language: str, texts: Texts | None, asked: dict[str, bool]
+) -> dict[Path, bytes]:
+    """What each file holds."""
+    if language == "JavaScript":
+        return {path: javascript_source(program, texts, asked["half"]).encode()}
+    if language == "ONNX":
+        return {path: onnx_model(program, asked["one_step"], asked["lengths"]).SerializeToString()}
+    source, header = c_source(program, path.stem, texts, not asked["weights_beside"])
     files = {path: source.encode(), path.with_suffix(".h"): header.encode()}
-    if weights_beside:
+    if asked["weights_beside"]:
         numbers = torch.cat([tensor.reshape(-1) for tensor in program.weights()])
         files[path.with_suffix(".bin")] = numbers.numpy().astype("<f4").tobytes()
-    return _written(files)
-
-
-def _written(files: dict[Path, bytes]) -> list[Path]:
-    for path, data in files.items():
-        write_whole(path, data)
-    return [*files]
+    return files

@@ -163,8 +163,11 @@ _MORE: dict[str, Callable[..., str]] = {
 
 def onnx_model(program: StepProgram, one_step: bool, lengths: bool) -> Any:
     """A model of ONNX: `one_step`, or a whole sequence; `lengths`: with how long each sequence is as another input."""
-    import onnx
-    from onnx import TensorProto, helper
+    try:
+        import onnx
+        from onnx import TensorProto, helper
+    except ImportError:
+        raise ModuleNotFoundError("the package onnx is missing: type pip install 'loopfold[onnx]'.") from None
 
     main = Graph(helper)
     x = program.x[: len(program.x) - program.counts]
@@ -202,8 +205,9 @@ def onnx_model(program: StepProgram, one_step: bool, lengths: bool) -> Any:
     model = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR, producer_name="loopfold"
     )
-    start = {name: values.reshape(leaf.shape).tolist() for name, leaf, values in zip(states, program.state, program.start, strict=True)}
-    helper.set_model_props(model, {"start": json.dumps(start)})
+    start = {leaf.name: values.reshape(leaf.shape).tolist()
+             for leaf, values in zip(program.state, program.start, strict=True)}  # fmt: skip
+    helper.set_model_props(model, {"start": json.dumps(start)})  # of one sequence
     onnx.checker.check_model(model, full_check=True)
     return model
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ class StepProgram:
             phase = phases.setdefault(level[v], Phase([], {}))
             (phase.rows if whole else phase.loops.setdefault(v.width, [])).append(v)
         return [
-            Phase(phase.rows, dict(sorted(phase.loops.items()))) for _, phase in sorted(phases.items(), key=lambda p: p[0])
+            Phase(phase.rows, dict(sorted(phase.loops.items())))
+            for _, phase in sorted(phases.items(), key=lambda p: p[0])
         ]
 
     @cached_property
@@ -121,10 +123,11 @@ def _example(model: Any, f: nn.Module) -> State | None:
     if isinstance(cell, Embedded):
         return torch.zeros(1, dtype=torch.int64)
     size = getattr(cell, "input_size", None)
+    if size is None and isinstance(cell, nn.Module) and len(signature(cell.forward).parameters) == 1:
+        return None  # f(state)
     if size is None:
         raise ValueError(f"{name_of(model)} does not say how large x is: give an example, x=torch.zeros(1, size).")
-    parameter = next(f.parameters(), torch.zeros(()))
-    return torch.zeros(1, size, dtype=parameter.dtype) if size else None
+    return torch.zeros(1, size, dtype=next(f.parameters(), torch.zeros(())).dtype)
 
 
 def _program(model: Any, f: nn.Module, x: State | None) -> StepProgram:
