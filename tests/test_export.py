@@ -4,9 +4,11 @@ import ctypes
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +117,11 @@ def steps() -> dict[str, Callable[[], tuple[nn.Module, Tensor]]]:
         return lambda: (kind(6, 6), torch.randn(9, 6))
 
     found = {kind.__name__: cell(kind) for kind in (*WITH_INPUT, *TENSORS)}
-    found |= {name: lambda step=step: (Awkward(step, 6), torch.randn(9, 6)) for name, step in AWKWARD.items()}
-    return found
+    return found | {name: cell(partial(awkward, step)) for name, step in AWKWARD.items()}
+
+
+def awkward(step: Callable[..., tuple[Tensor, Tensor]], n_in: int, n: int) -> nn.Module:
+    return Awkward(step, n)
 
 
 def test_every_kind_of_step(tmp_path: Path) -> None:
@@ -137,7 +142,7 @@ def test_random_steps(part: int, tmp_path: Path) -> None:
         n = choose.choice([4, 6, 18])
         return RandomStep(program, n, choose.randrange(1, 4)), torch.randn(5, n)
 
-    close(tmp_path, {f"m{i}": lambda i=i: make(1000 * part + i) for i in range(50)})
+    close(tmp_path, {f"m{i}": partial(make, 1000 * part + i) for i in range(50)})
 
 
 def close(folder: Path, makes: dict[str, Callable[[], tuple[nn.Module, Tensor]]]) -> None:
@@ -296,7 +301,9 @@ def test_a_language_model_writes_what_python_writes(kind: str, tmp_path: Path) -
     assert library.lm_generate(memory, (long * 1)(vocabulary.size), long(1), written, long(0), ctypes.c_float(0),
                                long(0), ctypes.byref(seed)) == -1  # fmt: skip
     tokens = (ctypes.c_char_p * vocabulary.size).in_dll(library, "lm_tokens")
-    assert [t.decode(errors="backslashreplace") for t in tokens][1:] == [*map(vocabulary.token, range(1, len(tokens)))]
+    assert [(t or b"").decode(errors="backslashreplace") for t in tokens][1:] == [
+        *map(vocabulary.token, range(1, len(tokens)))
+    ]
 
     first, numbers, read = node(
         tmp_path / "lm.mjs",
@@ -388,3 +395,40 @@ def test_what_cannot_be_exported(model: Any, path: str, options: Any, message: s
     with pytest.raises(ValueError, match=message):
         lf.export(model, tmp_path / path, **options)
     assert [*tmp_path.iterdir()] == []
+
+
+# ------------------------------------------------------------------ the page on it
+
+PAGE = Path(__file__).parent.parent / "docs" / "export.md"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The blocks of the page by language, and a folder in which its Python has run."""
+    blocks: dict[str, list[str]] = {}
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S):
+        blocks.setdefault(language, []).append(code)
+    folder = tmp_path_factory.mktemp("page")
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.chdir(folder)
+        namespace: dict[str, Any] = {}
+        for code in blocks["python"]:
+            exec(code, namespace)
+    return blocks | {"folder": folder}
+
+
+def test_the_c_of_the_page_prints_what_python_prints(page: dict[str, Any]) -> None:
+    if CC is None:
+        pytest.skip("no C compiler")
+    (page["folder"] / "main.c").write_text(page["c"][0])
+    done = subprocess.run(page["sh"][0], shell=True, cwd=page["folder"], capture_output=True, text=True, check=True)
+    assert done.stdout == page["text"][0]
+
+
+def test_the_javascript_of_the_page_writes(page: dict[str, Any]) -> None:
+    if NODE is None:
+        pytest.skip("no node")
+    (page["folder"] / "write.mjs").write_text(page["js"][0])
+    (page["folder"] / "package.json").write_text('{"type": "module"}')
+    done = subprocess.run([NODE, "write.mjs"], cwd=page["folder"], capture_output=True, text=True, check=True)
+    assert done.stdout == "20\n"

@@ -16,8 +16,8 @@ from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.errors import OptionError
-from loopfold.exporting.export import export
 from loopfold.evaluation import Ledger, perplexity, token_losses
+from loopfold.exporting.export import export
 from loopfold.feeding import (
     Coin,
     Feeding,

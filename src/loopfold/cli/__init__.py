@@ -14,6 +14,7 @@ __all__ = [
     "compare",
     "draw",
     "evaluate",
+    "export",
     "generate",
     "gradients",
     "list_runs",

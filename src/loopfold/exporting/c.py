@@ -6,15 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from loopfold.exporting.program import Leaf, StepProgram
 from loopfold.exporting.texts import Texts
-from loopfold.exporting.writing import Writer
-
-_KEYWORDS = frozenset(
-    "auto break case char const continue default do double else enum extern float for goto if inline int long register "
-    "restrict return short signed sizeof static struct switch typedef union unsigned void volatile while".split()
-)
-_OURS = frozenset(("weights", "count", "last"))
+from loopfold.exporting.writing import Writer, indented
 
 _FUNCTIONS = {
     "product": """\
@@ -133,145 +126,147 @@ class CWriter(Writer):
     def constant_row(self, index: int, width: int) -> str:
         return f"({self.weight(self.offsets[index])})"
 
+    # ---- the files
 
-def c_source(program: StepProgram, name: str, texts: Texts | None, inside: bool) -> tuple[str, str]:
-    """The `.c` and the `.h` of a step whose names begin with `name`; its weights `inside`, or given to `name_init`."""
-    writer = CWriter(program)
-    body = writer.body()
-    given = [writer.row(value) for value in program.emitted]
-    fields = field_names(program.state)
-    outputs = program.outputs or program.state[:1]
-    results = program.after[len(program.state) :] or program.after[:1]
-    x = program.x[: len(program.x) - program.counts]
-    names = [(("token" if leaf.tokens else "x") + (str(i) if len(x) > 1 else ""), leaf) for i, leaf in enumerate(x)]
-    reads = [f"long {name}" if leaf.tokens else f"const float *{name}" for name, leaf in names]
-    gives = ["float *output"] if len(outputs) == 1 else [f"float *output{i}" for i in range(len(outputs))]
-    step = f"int {name}_step({', '.join([f'{name} *m', *reads, *gives])})"
-    init = f"void {name}_init({name} *m)" if inside else f"void {name}_init({name} *m, const float *weights)"
-    generated = texts is not None and len(x) == 1 and x[0].tokens > 0
-
-    end = []
-    for k, leaf, give in zip(results, outputs, gives, strict=True):
-        end.append(f"memcpy({give.removeprefix('float *')}, {given[k]}, {leaf.size} * sizeof(float));")
-    moved = {i: given[k] for i, k in enumerate(program.after[: len(program.state)]) if given[k] != f"state{i}"}
-    for i, row in moved.items():
-        if row.startswith("state"):  # it goes to another place of the state, which may be read there too
-            end += [f"float moved{i}[{program.state[i].size}];", f"memcpy(moved{i}, {row}, sizeof moved{i});"]
-            moved[i] = f"moved{i}"
-    end += [f"memcpy(m->{fields[i]}, {row}, sizeof m->{fields[i]});" for i, row in moved.items()]
-    end += ["m->count++;"] if program.counts else []
-
-    lines = [f"if ({name} < 0 || {name} >= {leaf.tokens}) return -1;" for name, leaf in names if leaf.tokens]
-    inputs = []
-    for i, (leaf, table) in enumerate(program.inputs):
-        if table is not None:
-            at = f"w + {writer.table_at(i)} + (size_t){names[leaf][0]} * {table.shape[1]}"
-            inputs.append(f"const float *const input{i} = {at};")
-        elif program.counts and leaf == len(program.x) - 1:
-            inputs.append(f"const float input{i}[1] = {{(float)m->count}};")
-        else:
-            inputs.append(f"const float *const input{i} = {names[leaf][0]};")
-    rest = "\n".join([*inputs, *body, *end])
-    lines += ["const float *const w = m->weights;"] if re.search(r"\bw\b", rest) else []
-    states = range(len(program.state))
-    inputs += [
-        f"const float *const state{i} = m->{fields[i]};" for i in states if re.search(rf"(?<!>)\bstate{i}\b", rest)
-    ]
-    lines += [f"(void){name};" for name, _ in names if not re.search(rf"\b{name}\b", "\n".join([*lines, rest]))]
-    lines += [*inputs, *body, *end]
-
-    used = [text for function, text in _FUNCTIONS.items() if any(line.startswith(f"{function}(") for line in body)]
-    start = [
-        f"memcpy(m->{fields[i]}, m->weights + {writer.start + sum(leaf.size for leaf in program.state[:i])}, "
-        f"sizeof m->{fields[i]});"
-        for i in range(len(program.state))
-    ]
-    start += ["m->count = 0;"] if program.counts else []
-    start += [f"m->last = {texts.size};"] if generated and texts is not None else []
-
-    header = [
-        f"/* One step of {program.name}, made by Loopfold. A {name} keeps the state of one sequence.",
-        "",
-        f"   {name}_init   once, before all else{'' if inside else f'; weights are the {writer.size} numbers of {name}.bin'}",
-        f"   {name}_reset  back to the state before the first step",
-        f"   {name}_step   reads x(t), writes the output, moves the state on; 0, or -1 where a token is none */",
-        f"#ifndef {name.upper()}_H",
-        f"#define {name.upper()}_H",
-        "",
-        "#ifdef __cplusplus",
-        'extern "C" {',
-        "#endif",
-        "",
-        f"#define {name.upper()}_WEIGHTS {writer.size}",
-        *[f"#define {name.upper()}_{what} {size}" for what, size in _sizes(x, outputs)],
-        "",
-        "typedef struct {",
-        "    const float *weights;",
-        *[f"    float {field}[{leaf.size}];" for field, leaf in zip(fields, program.state, strict=True)],
-        *(["    long count;  /* steps so far */"] if program.counts else []),
-        *(["    long last;  /* the token that the next step reads */"] if generated else []),
-        f"}} {name};",
-        "",
-        f"{init};",
-        f"void {name}_reset({name} *m);",
-        f"{step};",
-        *(_declared(name) if generated else []),
-        "",
-        "#ifdef __cplusplus",
-        "}",
-        "#endif",
-        "#endif",
-    ]
-    source = [
-        f"/* One step of {program.name}, made by Loopfold: see {name}.h. */",
-        f'#include "{name}.h"',
-        "",
-        "#include <math.h>",
-        "#include <stddef.h>",
-        "#include <string.h>",
-        "#include <tgmath.h>",
-        "",
-        *used,
-        *[_integers(index, places) for index, places in writer.indices],
-        *([_floats(f"{name}_weights", program.weights())] if inside else []),
-        f"{init} {{",
-        f"m->weights = {f'{name}_weights' if inside else 'weights'};",
-        f"{name}_reset(m);",
-        "}",
-        "",
-        f"void {name}_reset({name} *m) {{",
-        *start,
-        "}",
-        "",
-        f"{step} {{",
-        *lines,
-        "return 0;",
-        "}",
-    ]
-    if generated and texts is not None:
-        unknown = -1 if texts.unknown is None else texts.unknown
-        source += [
-            "",
-            _GENERATE.replace("NAME", name).replace("UNKNOWN", str(unknown)).replace("SIZE", str(texts.size)),
+    def source(self, name: str, inside: bool) -> str:
+        """The `.c`."""
+        program, texts = self.program, self.texts
+        used = [text for function, text in _FUNCTIONS.items() if any(f"{function}(" in line for line in self.body)]
+        reset = [
+            f"memcpy(m->{field}, m->weights + {at}, sizeof m->{field});"
+            for field, at in zip(self.fields, self.starts, strict=True)
         ]
-        source.append(_strings(name, texts))
-    return _indented(source), "\n".join(header) + "\n"
+        reset += ["m->count = 0;"] if program.counts else []
+        reset += [f"m->last = {texts.size};"] if texts else []
+        lines = [
+            f"/* One step of {program.name}, made by Loopfold: see {name}.h. */",
+            f'#include "{name}.h"',
+            "",
+            "#include <math.h>",
+            "#include <stddef.h>",
+            "#include <string.h>",
+            "#include <tgmath.h>",
+            "",
+            *used,
+            *[_integers(index, places) for index, places in self.indices],
+            *([_floats(f"{name}_weights", program.weights())] if inside else []),
+            f"{_init(name, inside)} {{",
+            f"m->weights = {f'{name}_weights' if inside else 'weights'};",
+            f"{name}_reset(m);",
+            "}",
+            "",
+            f"void {name}_reset({name} *m) {{",
+            *reset,
+            "}",
+            "",
+            f"{self._signature(name)} {{",
+            *self._step(),
+            "return 0;",
+            "}",
+        ]
+        if texts:
+            unknown = str(-1 if texts.unknown is None else texts.unknown)
+            generate = _GENERATE.replace("NAME", name).replace("UNKNOWN", unknown).replace("SIZE", str(texts.size))
+            lines += ["", generate, _strings(name, texts)]
+        return indented(lines, "    ")
+
+    def header(self, name: str, inside: bool) -> str:
+        """The `.h`."""
+        program, big = self.program, name.upper()
+        beside = "" if inside else f"; weights are the {self.size} numbers of {name}.bin, which stay where they are"
+        sizes = zip(self.fields, program.state, strict=True)
+        lines = [
+            f"/* One step of {program.name}, made by Loopfold. A {name} keeps the state of one sequence.",
+            "",
+            f"   {name}_init   once, before all else{beside}",
+            f"   {name}_reset  back to the state before the first step",
+            f"   {name}_step   reads x(t), writes the output, moves the state on; 0, or -1 where a token is none */",
+            f"#ifndef {big}_H",
+            f"#define {big}_H",
+            "",
+            "#ifdef __cplusplus",
+            'extern "C" {',
+            "#endif",
+            "",
+            f"#define {big}_WEIGHTS {self.size}",
+            *[
+                f"#define {big}_{f'{given.upper()}S {leaf.tokens}' if leaf.tokens else f'{given.upper()} {leaf.size}'}"
+                for given, leaf in zip(self.names, self.x, strict=True)
+            ],
+            *[
+                f"#define {big}_{given.upper()} {leaf.size}"
+                for given, leaf in zip(self._outputs, self.outputs, strict=True)
+            ],
+            "",
+            "typedef struct {",
+            "    const float *weights;",
+            *[f"    float {field}[{leaf.size}];" for field, leaf in sizes],
+            *(["    long count;  /* steps so far */"] if program.counts else []),
+            *(["    long last;  /* the token that the next step reads */"] if self.texts else []),
+            f"}} {name};",
+            "",
+            f"{_init(name, inside)};",
+            f"void {name}_reset({name} *m);",
+            f"{self._signature(name)};",
+            *(_declared(name) if self.texts else []),
+            "",
+            "#ifdef __cplusplus",
+            "}",
+            "#endif",
+            "#endif",
+        ]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def _outputs(self) -> list[str]:
+        many = len(self.outputs)
+        return ["output"] if many == 1 else [f"output{i}" for i in range(many)]
+
+    def _signature(self, name: str) -> str:
+        reads = [
+            f"long {given}" if leaf.tokens else f"const float *{given}"
+            for given, leaf in zip(self.names, self.x, strict=True)
+        ]
+        return f"int {name}_step({', '.join([f'{name} *m', *reads, *[f'float *{o}' for o in self._outputs]])})"
+
+    def _step(self) -> list[str]:
+        program = self.program
+        end = [
+            f"memcpy({given}, {row}, {leaf.size} * sizeof(float));"
+            for given, row, leaf in zip(self._outputs, self.gives, self.outputs, strict=True)
+        ]
+        after = {}
+        for i, row in self.moves.items():
+            after[i] = row
+            if row.startswith("state"):  # it goes to another place of the state, which may be read there too
+                end += [f"float moved{i}[{program.state[i].size}];", f"memcpy(moved{i}, {row}, sizeof moved{i});"]
+                after[i] = f"moved{i}"
+        end += [f"memcpy(m->{self.fields[i]}, {row}, sizeof m->{self.fields[i]});" for i, row in after.items()]
+        end += ["m->count++;"] if program.counts else []
+
+        begin = []
+        for i, (k, table) in enumerate(program.inputs):
+            if table is not None:
+                at = f"w + {self.table_at(i)} + (size_t){self.names[k]} * {table.shape[1]}"
+                begin.append(f"const float *const input{i} = {at};")
+            elif self.is_count(k):
+                begin.append(f"const float input{i}[1] = {{(float)m->count}};")
+            else:
+                begin.append(f"const float *const input{i} = {self.names[k]};")
+        rest = "\n".join([*begin, *self.body, *end])
+        for i, field in enumerate(self.fields):
+            if re.search(rf"(?<!>)\bstate{i}\b", rest):
+                begin.append(f"const float *const state{i} = m->{field};")
+        tokens = [(name, leaf.tokens) for name, leaf in zip(self.names, self.x, strict=True) if leaf.tokens]
+        first = [f"if ({token} < 0 || {token} >= {count}) return -1;" for token, count in tokens]
+        first += ["const float *const w = m->weights;"] if re.search(r"\bw\b", rest) else []
+        read = "\n".join([*first, rest])
+        first += [f"(void){name};" for name in self.names if not re.search(rf"\b{name}\b", read)]
+        return [*first, *begin, *self.body, *end]
 
 
-def field_names(state: Iterable[Leaf]) -> list[str]:
-    """The user's own names of the leaves of a state, where a program can have them."""
-    names = [leaf.name for leaf in state]
-    plain = all(re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and name not in _KEYWORDS | _OURS for name in names)
-    return names if plain and len({*names}) == len(names) else [f"state{i}" for i in range(len(names))]
-
-
-def _sizes(x: tuple[Leaf, ...], outputs: tuple[Leaf, ...]) -> list[tuple[str, int]]:
-    many = [("X", i, leaf) for i, leaf in enumerate(x)] + [("OUTPUT", i, leaf) for i, leaf in enumerate(outputs)]
-    counts = {"X": len(x), "OUTPUT": len(outputs)}
-    return [
-        (("TOKENS" if leaf.tokens else what) + (str(i) if counts[what] > 1 else ""), leaf.tokens or leaf.size)
-        for what, i, leaf in many
-    ]
+def _init(name: str, inside: bool) -> str:
+    return f"void {name}_init({name} *m)" if inside else f"void {name}_init({name} *m, const float *weights)"
 
 
 def _declared(name: str) -> list[str]:
@@ -284,7 +279,7 @@ def _declared(name: str) -> list[str]:
         "/* A token, drawn with a temperature (0: the likeliest) from the top_k likeliest (0: all). */",
         f"long {name}_pick(const float *output, float temperature, long top_k, unsigned long long *seed);",
         "",
-        "/* Read a prompt, then write so many tokens; the next call goes on from there. 0, or -1 where a token is none. */",
+        "/* Read a prompt, then write so many tokens; the next call goes on from there. 0, or -1: a token is none. */",
         f"int {name}_generate({name} *m, const long *prompt, long prompt_length, long *written, long length,",
         f"{' ' * len(f'int {name}_generate(')}float temperature, long top_k, unsigned long long *seed);",
     ]
@@ -317,15 +312,3 @@ def _strings(name: str, texts: Texts) -> str:
         f"const char *const {name}_tokens[] = {{\n{strings}}};\n\n"
         f"const unsigned short {name}_token_lengths[] = {{{lengths}}};"
     )
-
-
-def _indented(lines: Iterable[str]) -> str:
-    depth, out = 0, []
-    for line in lines:
-        if "\n" in line or line.startswith("static const"):  # as it stands
-            out.append(line)
-            continue
-        depth -= line.startswith("}")
-        out.append("    " * depth + line if line else "")
-        depth += line.endswith("{")
-    return "\n".join(out) + "\n"

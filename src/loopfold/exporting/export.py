@@ -1,17 +1,17 @@
 """`export`: a model's step, written as files for other languages."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from loopfold.exporting.c import c_source
-from loopfold.exporting.javascript import javascript_source
+from loopfold.exporting.c import CWriter
+from loopfold.exporting.javascript import JavaScriptWriter
 from loopfold.exporting.onnx import onnx_model
 from loopfold.exporting.program import StepProgram
 from loopfold.exporting.texts import Texts
+from loopfold.exporting.writing import is_name
 from loopfold.files import write_whole
 from loopfold.states import Step, name_of
 from loopfold.stepgraph.graph import Refusal
@@ -69,8 +69,10 @@ def export(
             raise ValueError(f"{name} has no effect in {language}: it is for {' and '.join(FOR[name])}.")
     if one_step and lengths:
         raise ValueError("one step has no length: leave out one_step or lengths.")
-    if language == "C" and not re.fullmatch(r"[A-Za-z]\w*", path.stem, re.ASCII):
-        raise ValueError(f"{path.stem!r} begins every name of the C code: it must be letters, digits and _.")
+    if language == "C" and not is_name(path.stem):
+        raise ValueError(
+            f"{path.stem!r} begins every name of the C code: it must be letters, digits and _, no keyword."
+        )
     try:
         program = StepProgram.of(model, x)
     except Refusal as reason:
@@ -90,11 +92,11 @@ def _files(
 ) -> dict[Path, bytes]:
     """What each file holds."""
     if language == "JavaScript":
-        return {path: javascript_source(program, texts, asked["half"]).encode()}
+        return {path: JavaScriptWriter(program, texts).source(asked["half"]).encode()}
     if language == "ONNX":
         return {path: onnx_model(program, asked["one_step"], asked["lengths"]).SerializeToString()}
-    source, header = c_source(program, path.stem, texts, not asked["weights_beside"])
-    files = {path: source.encode(), path.with_suffix(".h"): header.encode()}
+    writer, named = CWriter(program, texts), (path.stem, not asked["weights_beside"])
+    files = {path: writer.source(*named).encode(), path.with_suffix(".h"): writer.header(*named).encode()}
     if asked["weights_beside"]:
         numbers = torch.cat([tensor.reshape(-1) for tensor in program.weights()])
         files[path.with_suffix(".bin")] = numbers.numpy().astype("<f4").tobytes()

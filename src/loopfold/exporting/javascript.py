@@ -3,14 +3,12 @@
 import base64
 import json
 import math
-from typing import Any
 
 import torch
 
-from loopfold.exporting.c import field_names
 from loopfold.exporting.program import StepProgram
 from loopfold.exporting.texts import Texts
-from loopfold.exporting.writing import Writer
+from loopfold.exporting.writing import Writer, indented
 from loopfold.stepgraph.ops import OPS
 
 _FUNCTIONS = {
@@ -84,9 +82,8 @@ function rounded(x, digits, least, beyond) {  // to so many binary digits after 
 }
 _NEEDS = {"erf": ("series", "tail"), "erfc": ("series", "tail"), "rounded": ("rint",)}
 # Where JavaScript says it otherwise than C
-_OWN = {name: f"Math.{name}({{0}})" for name in (
-    "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh sign abs".split()
-)} | {
+_MATH = "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh sign abs"
+_OWN = {name: f"Math.{name}({{0}})" for name in _MATH.split()} | {
     "sigmoid": "1 / (1 + Math.exp(-{0}))",
     "rsqrt": "1 / Math.sqrt({0})",
     "exp2": "2 ** {0}",
@@ -99,15 +96,15 @@ _OWN = {name: f"Math.{name}({{0}})" for name in (
     "erfc": "erfc({0})",
     "bfloat16": f"rounded({{0}}, 7, -126, {(2 - 2.0**-8) * 2.0**127!r})",
     "float16": "rounded({0}, 10, -14, 65520)",
-}  # fmt: skip
+}
 
 
 class JavaScriptWriter(Writer):
     variable, constant, truth = "let", "const", "const"
 
-    def __init__(self, program: StepProgram) -> None:
-        super().__init__(program)
-        self.rows_made: list[str] = []  # made once, since every step needs them
+    def __init__(self, program: StepProgram, texts: Texts | None) -> None:
+        self.made: list[str] = []  # rows that every step needs, once
+        super().__init__(program, texts)
 
     def expression(self, op: str) -> str:
         return _OWN.get(op, OPS[op].c)
@@ -121,14 +118,13 @@ class JavaScriptWriter(Writer):
         return f"for (let {index} = 0; {index} < {count}; {index}++) {{"
 
     def declare(self, name: str, width: int) -> None:
-        self.rows_made.append(f"const {name} = new Float32Array({width});")
+        self.made.append(f"const {name} = new Float32Array({width});")
 
     def alias(self, name: str, row: str, start: int) -> None:
-        self.rows_made.append(f"const {name} = {row}.subarray({start});")
+        self.made.append(f"const {name} = {row}.subarray({start});")
 
     def copy(self, row: str, width: int, into: str, at: int) -> None:
-        whole = f"{row}.length === {width} ? {row} : {row}.subarray(0, {width})"
-        self.lines.append(f"{into}.set({whole}, {at});")
+        self.lines.append(f"for (let i = 0; i < {width}; i++) {into}[{at} + i] = {row}[i];")
 
     def weight(self, offset: int) -> str:
         return f"w, {offset}"
@@ -136,127 +132,99 @@ class JavaScriptWriter(Writer):
     def constant_row(self, index: int, width: int) -> str:
         at, name = self.offsets[index], f"c{index}"
         made = f"const {name} = w.subarray({at}, {at + width});"
-        if made not in self.rows_made:
-            self.rows_made.append(made)
+        if made not in self.made:
+            self.made.append(made)
         return name
 
+    # ---- the file
 
-def javascript_source(program: StepProgram, texts: Texts | None, half: bool) -> str:
-    """The module; `half`: its weights have 16 bits each."""
-    writer = JavaScriptWriter(program)
-    body = writer.body()
-    given = [writer.row(value) for value in program.emitted]
-    fields = field_names(program.state)
-    outputs = program.outputs or program.state[:1]
-    results = program.after[len(program.state) :] or program.after[:1]
-    x = program.x[: len(program.x) - program.counts]
-    names = ["x" if not leaf.tokens else "token" for leaf in x]
-    names = names if len(x) < 2 else [f"{name}{i}" for i, name in enumerate(names)]
+    def source(self, half: bool) -> str:
+        """The module; `half`: its weights have 16 bits each."""
+        program, texts = self.program, self.texts
+        data = torch.cat([tensor.reshape(-1) for tensor in program.weights()])
+        packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
+        text = "\n".join(self.body)
+        used = [name for name in _FUNCTIONS if f"{name}(" in text]
+        used += [need for name in used for need in _NEEDS.get(name, ())]
+        state = ", ".join(f"{field}: state{i}" for i, field in enumerate(self.fields))
+        reset = [
+            f"state{i}.set(w.subarray({at}, {at + leaf.size}));"
+            for i, (at, leaf) in enumerate(zip(self.starts, program.state, strict=True))
+        ]
+        reset += ["count = 0;"] if program.counts else []
+        reset += [f"last = {texts.size};"] if texts else []
+        lines = [
+            f"// One step of {program.name}, made by Loopfold. In a module:",
+            "//",
+            "//   import { create } from './FILE.js'",
+            "//   const model = create()",
+            f"//   const output = model.step({', '.join(self.names)})  // moves the state on",
+            "//   model.reset()  // back to the state before the first step",
+            *(["//   model.generate('a prompt', 100, { temperature: 0.8, topK: 0 })"] if texts else []),
+            "",
+            *[_FUNCTIONS[name] for name in dict.fromkeys(used)],
+            "function check(holds, message) {",
+            "if (!holds) throw new RangeError(message);",
+            "}",
+            "",
+            _WEIGHTS.replace("HALF", "true" if half else "false"),
+            *[f"const {name} = [{', '.join(map(str, places))}];" for name, places in self.indices],
+            "export function create(weights = decoded()) {",
+            f"check(weights.length === {self.size}, `weights must be {self.size} numbers; got ${{weights.length}}`);",
+            "const w = weights;",
+            *self._buffers(),
+            *self.made,
+            *(["let count = 0;"] if program.counts else []),
+            *(["let last = 0;"] if texts else []),
+            "",
+            "function reset() {",
+            *reset,
+            "}",
+            "",
+            f"function step({', '.join(self.names)}) {{",
+            *self._step(),
+            "return output;",
+            "}",
+            "",
+            *(_GENERATE.splitlines() if texts else []),
+            "reset();",
+            f"return {{ step, reset, state: {{ {state} }}{', generate' if texts else ''} }};",
+            "}",
+            "",
+            *([_reading(texts)] if texts else []),
+            f'const data = "{base64.b64encode(packed).decode()}";',
+        ]
+        return indented(lines, "  ")
 
-    read: list[str] = []
-    for name, leaf in zip(names, x, strict=True):
-        if leaf.tokens:
-            read.append(f"check(Number.isInteger({name}) && {name} >= 0 && {name} < {leaf.tokens}, "
-                        f"`a token is a whole number from 0 to {leaf.tokens - 1}; got ${{{name}}}`);")  # fmt: skip
-        else:
-            read.append(f"check({name} && {name}.length === {leaf.size}, "
-                        f"`x must be {leaf.size} numbers; got ${{{name} && {name}.length}}`);")  # fmt: skip
-    buffers = []
-    for i, (leaf, table) in enumerate(program.inputs):
-        if table is not None:
-            width, at = table.shape[1], writer.table_at(i)
-            buffers.append(f"const input{i} = new Float32Array({width});")
-            begin = f"{at} + {names[leaf]} * {width}"
-            read.append(f"input{i}.set(w.subarray({begin}, {begin} + {width}));")
-        elif program.counts and leaf == len(program.x) - 1:
-            buffers.append(f"const input{i} = new Float32Array(1);")
-            read.append(f"input{i}[0] = count++;")
-        else:
-            buffers.append(f"const input{i} = new Float32Array({x[leaf].size});")
-            read.append(f"input{i}.set({names[leaf]});")
-    buffers += [f"const state{i} = new Float32Array({leaf.size});" for i, leaf in enumerate(program.state)]
-    end = []
-    copies = [f"{given[k]}.slice()" for k in results]
-    end.append(f"const output = {copies[0] if len(copies) == 1 else '[' + ', '.join(copies) + ']'};")
-    moved = []
-    for i, k in enumerate(program.after[: len(program.state)]):
-        value = program.emitted[k]
-        if value.op == "state" and value.index != i:
-            end.append(f"const moved{i} = state{value.index}.slice();")
-            moved.append(f"state{i}.set(moved{i});")
-        elif value.op != "state":
-            moved.append(f"state{i}.set({given[k]});")
-    start = writer.start
-    resets = []
-    for i, leaf in enumerate(program.state):
-        resets.append(f"state{i}.set(w.subarray({start}, {start + leaf.size}));")
-        start += leaf.size
-    resets += ["count = 0;"] if program.counts else []
+    def _buffers(self) -> list[str]:
+        widths = [(self.program.x[k].size if table is None else table.shape[1]) for k, table in self.program.inputs]
+        made = [f"const input{i} = new Float32Array({width});" for i, width in enumerate(widths)]
+        return made + [f"const state{i} = new Float32Array({leaf.size});" for i, leaf in enumerate(self.program.state)]
 
-    writes = texts is not None and len(x) == 1 and x[0].tokens > 0
-    if writes and texts is not None:
-        resets.append(f"last = {texts.size};")
-    state = ", ".join(f"{field}: state{i}" for i, field in enumerate(fields))
-    text = "\n".join([*body])
-    functions = [name for name in _FUNCTIONS if f"{name}(" in text]
-    functions += [need for name in functions for need in _NEEDS.get(name, ()) if need not in functions]
-    lines = [
-        f"// One step of {program.name}, made by Loopfold. In a module:",
-        "//",
-        "//   import { create } from './FILE.js'",
-        "//   const model = create()",
-        f"//   const output = model.step({', '.join(names)})  // moves the state on",
-        "//   model.reset()  // back to the state before the first step",
-        "",
-        f"export const about = {json.dumps(_about(program, x, outputs))};",
-        "",
-        *[_FUNCTIONS[name] for name in dict.fromkeys(functions)],
-        "function check(holds, message) {",
-        "if (!holds) throw new RangeError(message);",
-        "}",
-        "",
-        _WEIGHTS.replace("HALF", "true" if half else "false"),
-        *[f"const {name} = [{', '.join(map(str, places))}];" for name, places in writer.indices],
-        "export function create(weights = decoded()) {",
-        f"check(weights.length === {writer.size}, `weights must be {writer.size} numbers; got ${{weights.length}}`);",
-        "const w = weights;",
-        *buffers,
-        *writer.rows_made,
-        *(["let count = 0;"] if program.counts else []),
-        *(["let last = 0;"] if writes else []),
-        "",
-        "function reset() {",
-        *resets,
-        "}",
-        "",
-        f"function step({', '.join(names)}) {{",
-        *read,
-        *body,
-        *end,
-        *moved,
-        "return output;",
-        "}",
-        "",
-        *(_GENERATE.splitlines() if writes else []),
-        "reset();",
-        f"return {{ step, reset, state: {{ {state} }}{', generate' if writes else ''} }};",
-        "}",
-        "",
-    ]
-    if writes and texts is not None:
-        lines += [_texts(texts)]
-    data = torch.cat([t.reshape(-1) for t in program.weights()] or [torch.zeros(0)])
-    packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
-    lines += [f'const data = "{base64.b64encode(packed).decode()}";']
-    return _indented(lines)
-
-
-def _about(program: StepProgram, x: tuple[Any, ...], outputs: tuple[Any, ...]) -> dict[str, Any]:
-    return {
-        "name": program.name,
-        "x": [{"tokens": leaf.tokens} if leaf.tokens else {"shape": leaf.shape} for leaf in x],
-        "output": [{"shape": leaf.shape} for leaf in outputs],
-    }
+    def _step(self) -> list[str]:
+        begin = []
+        for name, leaf in zip(self.names, self.x, strict=True):
+            if leaf.tokens:
+                holds = f"Number.isInteger({name}) && {name} >= 0 && {name} < {leaf.tokens}"
+                said = f"`a token is a whole number from 0 to {leaf.tokens - 1}; got ${{{name}}}`"
+            else:
+                holds, said = (
+                    f"{name}?.length === {leaf.size}",
+                    f"`x must be {leaf.size} numbers; got ${{{name}?.length}}`",
+                )
+            begin.append(f"check({holds}, {said});")
+        for i, (k, table) in enumerate(self.program.inputs):
+            if table is not None:
+                at = f"{self.table_at(i)} + {self.names[k]} * {table.shape[1]}"
+                begin.append(f"input{i}.set(w.subarray({at}, {at} + {table.shape[1]}));")
+            else:
+                begin.append(f"input{i}[0] = count++;" if self.is_count(k) else f"input{i}.set({self.names[k]});")
+        copies = [f"{row}.slice(0, {leaf.size})" for row, leaf in zip(self.gives, self.outputs, strict=True)]
+        end = [f"const output = {copies[0] if len(copies) == 1 else '[' + ', '.join(copies) + ']'};"]
+        after = {i: f"moved{i}" if row.startswith("state") else row for i, row in self.moves.items()}
+        end += [f"const moved{i} = {row}.slice();" for i, row in self.moves.items() if row.startswith("state")]
+        end += [f"state{i}.set({row}.subarray(0, {self.program.state[i].size}));" for i, row in after.items()]
+        return [*begin, *self.body, *end]
 
 
 _WEIGHTS = """function decoded() {
@@ -297,7 +265,7 @@ export function pick(output, temperature = 1, topK = 0, random = Math.random) {
 """
 
 
-def _texts(texts: Texts) -> str:
+def _reading(texts: Texts) -> str:
     """The functions that read and write text."""
     tokens = json.dumps([base64.b64encode(token).decode() for token in texts.tokens])
     encode = _ENCODE[texts.unit]
@@ -348,15 +316,3 @@ export function decode(tokens, before = []) {
 }
 """,
 }
-
-
-def _indented(lines: list[str]) -> str:
-    depth, out = 0, []
-    for line in lines:
-        if "\n" in line or line.startswith("const data"):
-            out.append(line)
-            continue
-        depth -= line.startswith("}")
-        out.append("  " * depth + line if line else "")
-        depth += line.endswith("{")
-    return "\n".join(out) + "\n"

@@ -29,7 +29,8 @@ class Graph:
     """Nodes of ONNX in order, each with one result; initializers are shared with the graphs inside."""
 
     def __init__(self, helper: Any, outer: "Graph | None" = None) -> None:
-        self.helper, self.nodes, self.outer = helper, [], outer
+        self.helper = helper
+        self.nodes: list[Any] = []
         self.initializers: dict[str, Any] = outer.initializers if outer else {}
         self._count: list[int] = outer._count if outer else [0]
 
@@ -54,7 +55,7 @@ class Graph:
 
 
 class Operations:
-    """The operations of a step in a graph of ONNX. A value is `[batch, width]`, or `[width]` where all rows are alike."""
+    """The operations of a step as nodes. A value is `[batch, width]`, or `[width]` where all rows are alike."""
 
     def __init__(self, graph: Graph, program: StepProgram, states: list[str], inputs: list[str]) -> None:
         self.graph, self.states, self.inputs = graph, states, inputs
@@ -244,9 +245,9 @@ def _scan(
     """All steps, as one node."""
     from onnx import TensorProto, helper
 
-    def info(name: str, leaf: Leaf, kind: int = TensorProto.FLOAT) -> Any:
-        shape = ["batch", *leaf.shape] if leaf.tokens or kind else []
-        return helper.make_tensor_value_info(name, TensorProto.INT64 if leaf.tokens else kind, shape)
+    def info(name: str, leaf: Leaf) -> Any:
+        kind = TensorProto.INT64 if leaf.tokens else TensorProto.FLOAT
+        return helper.make_tensor_value_info(name, kind, ["batch", *leaf.shape])
 
     body = Graph(helper, main)
     before = [f"{leaf.name}_before" for leaf in program.state]

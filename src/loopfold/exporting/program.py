@@ -14,9 +14,9 @@ from loopfold.engines.compiled import as_row, given_to, parameters_of
 from loopfold.engines.programs import program_of
 from loopfold.engines.stepped import StepCode
 from loopfold.language.recurrent import RecurrentLM
-from loopfold.onestep import Steps, lowest, one_step, start_of
+from loopfold.onestep import lowest, one_step, start_of
 from loopfold.states import State, Step, asks_for_index, leaves, map_state, name_of
-from loopfold.stepgraph.graph import Refusal, apply, needed_for
+from loopfold.stepgraph.graph import Refusal, StepGraph, apply, needed_for
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.transitions import Embedded
 
@@ -163,7 +163,7 @@ def _program(model: Any, f: nn.Module, x: State | None) -> StepProgram:
             for i, (name, leaf) in enumerate(zip(names, recurrence.sequences, strict=True))
         ),
         state=tuple(
-            Leaf(node.name, tuple(leaf.shape[1:])) for node, leaf in zip(graph.state, leaves(start), strict=True)
+            Leaf(name, tuple(leaf.shape[1:])) for name, leaf in zip(_names(f, graph), leaves(start), strict=True)
         ),
         start=tuple(plain(leaf).reshape(-1) for leaf in leaves(start)),
         outputs=tuple(Leaf(f"output{i}", node.shape[1:]) for i, node in enumerate(graph.results)),
@@ -174,3 +174,11 @@ def _program(model: Any, f: nn.Module, x: State | None) -> StepProgram:
         inputs=tuple((leaf, None if table is None else plain(values[table])) for leaf, table in code.reads),
         counts=counts,
     )
+
+
+def _names(f: nn.Module, graph: StepGraph) -> list[str]:
+    """What the leaves of the state are called; of one tensor, as the cell itself calls it."""
+    cell = lowest(f)
+    if len(graph.state) == 1 and isinstance(cell, nn.Module):
+        return [next(iter(signature(cell.forward).parameters))]
+    return [node.name for node in graph.state]

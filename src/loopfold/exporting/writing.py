@@ -1,17 +1,45 @@
 """A step in a language like C, line by line: what its printers share."""
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
-from loopfold.exporting.program import StepProgram
+from loopfold.exporting.program import Leaf, StepProgram
+from loopfold.exporting.texts import Texts
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, Kind
 
+# Words that no variable may be called, of C and of its headers
+_WORDS = """
+auto break case char const continue default do double else enum extern float for goto if inline int long register
+restrict return short signed sizeof static struct switch typedef union unsigned void volatile while
+I complex imaginary weights count last
+"""
+_RESERVED = frozenset(_WORDS.split())
+
+
+def is_name(text: str) -> bool:
+    """Whether a program in C or JavaScript can call something so."""
+    return re.fullmatch(r"[A-Za-z]\w*", text, re.ASCII) is not None and text not in _RESERVED
+
+
+def field_names(state: Iterable[Leaf]) -> list[str]:
+    """The user's own names of the leaves of a state, where a program can have them."""
+    names = [leaf.name for leaf in state]
+    plain = all(map(is_name, names)) and len({*names}) == len(names)
+    return names if plain else [f"state{i}" for i in range(len(names))]
+
 
 class Writer(ABC):
-    """Writes the body of a step: `v1`, `v2`, … are rows, and `s1`, `s2`, … one feature of a row, in a loop over them."""
+    """Writes a step: `v1`, `v2`, … are rows, and `s1`, `s2`, … one feature of each, in a loop over features.
 
-    def __init__(self, program: StepProgram) -> None:
-        self.program = program
+    `names`  what the leaves of x are called
+    `body`   the lines from the state and x to all that the step gives
+    `gives`  the rows that are its outputs, and `moves` those that become leaf i of the state, where it changes
+    """
+
+    def __init__(self, program: StepProgram, texts: Texts | None) -> None:
+        self.program, self.texts = program, texts
         self.number = {v: i for i, v in enumerate(program.order)}
         self.offsets: list[int] = []  # of each of the program's weights in one array
         self.size = 0
@@ -21,25 +49,38 @@ class Writer(ABC):
         self.lines: list[str] = []
         self._numbers: set[str] = set()
         self.indices: list[tuple[str, tuple[int, ...]]] = []  # what is put elsewhere, and where it stood
+        self.x = program.x[: len(program.x) - program.counts]
+        kinds = ["token" if leaf.tokens else "x" for leaf in self.x]
+        self.names = kinds if len(kinds) < 2 else [f"{kind}{i}" for i, kind in enumerate(kinds)]
+        self.outputs = program.outputs or program.state[:1]
+        self.fields = field_names(program.state)
+        self._write()
+        rows = [self.row(value) for value in program.emitted]
+        self.body = self.lines
+        cut = len(program.state)
+        self.gives = [rows[k] for k in program.after[cut:] or program.after[:1]]
+        self.moves = {i: rows[k] for i, k in enumerate(program.after[:cut]) if rows[k] != f"state{i}"}
 
     @property
-    def start(self) -> int:
-        """Where the first state stands among the weights."""
-        return self.offsets[len(self.offsets) - len(self.program.start)] if self.program.start else self.size
+    def starts(self) -> list[int]:
+        """Where each leaf of the first state stands among the weights."""
+        return self.offsets[len(self.offsets) - len(self.program.start) :]
 
     def table_at(self, i: int) -> int:
         """Where the table of input i stands among the weights."""
         tables = [j for j, (_, table) in enumerate(self.program.inputs) if table is not None]
         return self.offsets[len(self.program.constants) + tables.index(i)]
 
-    def body(self) -> list[str]:
-        """A step, from the state and x to `emitted`."""
+    def is_count(self, leaf: int) -> bool:
+        """Whether a leaf of x is the number of the step, which nobody need give."""
+        return self.program.counts and leaf == len(self.program.x) - 1
+
+    def _write(self) -> None:
         for phase in self.program.phases:
             for v in phase.rows:
                 self._whole_row(v)
             for width, values in phase.loops.items():
                 self._loop(width, values)
-        return self.lines
 
     # ---- what is not a loop over features
 
@@ -156,3 +197,16 @@ class Writer(ABC):
 
     def call(self, function: str, *arguments: str) -> None:
         self.lines.append(f"{function}({', '.join(arguments)});")
+
+
+def indented(lines: Iterable[str], by: str) -> str:
+    """Lines as a text, those between braces further in; what has several lines, or is data, as it stands."""
+    depth, out = 0, []
+    for line in lines:
+        if "\n" in line or len(line) > 1000:
+            out.append(line)
+            continue
+        depth -= line.startswith("}")
+        out.append(by * depth + line if line else "")
+        depth += line.endswith("{")
+    return "\n".join(out) + "\n"
