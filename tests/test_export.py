@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from test_cli import refused, worked
 from test_random_steps import BINARY, CHOICES, UNARY, WITH_WEIGHTS, RandomStep
 from torch import Tensor, nn
 from zoo import AWKWARD, TENSORS, WITH_INPUT, Autonomous, Awkward
@@ -23,6 +24,7 @@ from zoo import AWKWARD, TENSORS, WITH_INPUT, Autonomous, Awkward
 import loopfold as lf
 from loopfold.exporting.onnx import onnx_model
 from loopfold.exporting.program import StepProgram
+from loopfold.exporting.stock import Stock, stock
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.states import leaves
 from loopfold.stepgraph.graph import Refusal
@@ -88,10 +90,16 @@ def in_node(folder: Path, names: Sequence[str], xs: Sequence[Tensor]) -> list[ND
     return [np.array(rows, dtype=np.float64) for rows in json.loads((folder / "found.json").read_text())]
 
 
-def in_onnx(program: StepProgram, x: Tensor, one_step: bool = False, lengths: Tensor | None = None) -> list[Any]:
+def in_onnx(
+    program: StepProgram,
+    x: Tensor,
+    one_step: bool = False,
+    lengths: Tensor | None = None,
+    known: Stock | None = None,
+) -> list[Any]:
     """The outputs `[τ, batch, …]` and the last state, for x `[τ, batch, …]`."""
     runtime = pytest.importorskip("onnxruntime")
-    model = onnx_model(program, one_step, lengths is not None)
+    model = onnx_model(program, one_step, lengths is not None, known)
     options = runtime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
     session = runtime.InferenceSession(model.SerializeToString(), options)
@@ -216,27 +224,46 @@ def node(module: Path, names: str, code: str) -> Any:
 
 
 def stacked() -> nn.Module:
-    layers = lf.Stacked([lf.Recurrent(lf.GRU(3, 5)), lf.Recurrent(lf.LSTM(5, 4))])
+    layers = lf.Stacked([lf.Recurrent(lf.GRU(3, 5)), lf.Recurrent(lf.LSTM(5, 4)), lf.Recurrent(lf.Elman(4, 6))])
     return lf.SequenceToSequence(layers, outputs=7)
 
 
-@pytest.mark.parametrize("make", [stacked, lambda: lf.Recurrent(lf.LSTM(3, 5)), lambda: lf.LSTM(3, 5)])
-def test_batches_and_lengths_in_onnx(make: Callable[[], nn.Module]) -> None:
+def of_tokens() -> nn.Module:
+    return lf.SequenceToSequence(lf.Recurrent(lf.Embedded(lf.LSTM(3, 5), nn.Embedding(9, 3))), outputs=4)
+
+
+MODELS = {
+    "stacked": stacked,
+    "tokens": of_tokens,
+    "a layer": lambda: lf.Recurrent(lf.LSTM(3, 5)),
+    "relu": lambda: lf.Recurrent(lf.Elman(3, 5, torch.relu)),
+    "no cell of ONNX's": lambda: lf.Recurrent(lf.MGU(3, 5)),
+    "a transition": lambda: lf.LSTM(3, 5),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_and_lengths_in_onnx(name: str) -> None:
     torch.manual_seed(0)
-    model, x, lengths = make(), torch.randn(6, 3, 3), torch.tensor([6, 1, 4])
+    model, lengths = MODELS[name](), torch.tensor([6, 1, 4])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()  # biases too
+    x = torch.randint(9, (6, 3)) if name == "tokens" else torch.randn(6, 3, 3)
     layer = model.recurrent if isinstance(model, lf.SequenceToSequence) else model
     run = lf.unfold(layer, x, lengths=lengths) if isinstance(model, lf.Transition) else layer(x, None, lengths)
-    hidden = run.hidden
-    truth = model.readout(hidden) if isinstance(model, lf.SequenceToSequence) else hidden
+    truth = model.readout(run.hidden) if isinstance(model, lf.SequenceToSequence) else run.hidden
     alive = torch.arange(6)[:, None, None] < lengths[:, None]
-    program = StepProgram.of(model)
-    out, *last = in_onnx(program, x, lengths=lengths)
-    np.testing.assert_allclose(out, torch.where(alive, truth, 0).detach(), atol=1e-6)
-    for found, leaf in zip(last, leaves(run.last), strict=True):
-        np.testing.assert_allclose(found, leaf.detach(), atol=1e-6)
-    whole, by_steps = in_onnx(program, x), in_onnx(program, x, one_step=True)
-    for a, b in zip(whole, by_steps, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    program, known = StepProgram.of(model), stock(model)
+    assert (known is None) == (name == "no cell of ONNX's")
+    for kind in [known, None]:
+        out, *last = in_onnx(program, x, lengths=lengths, known=kind)
+        np.testing.assert_allclose(out, torch.where(alive, truth, 0).detach(), atol=1e-5)
+        for found, leaf in zip(last, leaves(run.last), strict=True):
+            np.testing.assert_allclose(found, leaf.detach(), atol=1e-5)
+        whole, by_steps = in_onnx(program, x, known=kind), in_onnx(program, x, one_step=True)
+        for a, b in zip(whole, by_steps, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_a_learned_start_and_the_number_of_the_step(tmp_path: Path) -> None:
@@ -415,6 +442,28 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for code in blocks["python"]:
             exec(code, namespace)
     return blocks | {"folder": folder}
+
+
+def test_an_exported_run(page: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rhyme.txt").write_text("the cat sat on the mat\n" * 80)
+    trained = ["train", "rhyme.txt", "--out", "run", "--hidden", "8", "--epochs", "0.2", "--streams", "4", "-q"]
+    worked(*trained)
+    said = worked("export", "run", "--to", "cat.js")
+    assert re.fullmatch(r"cat.js \(\d+ kB\)\n", said)
+    text = node(tmp_path / "cat.js", "create", "console.log(JSON.stringify(create().generate('the ', 9)))")
+    assert len(text) == 9
+    assert worked("export", "run", "--to", "cat.c", "--weights-beside").count("\n") == 3
+    compiled(tmp_path, [tmp_path / "cat.c"])
+    size = (tmp_path / "cat.bin").stat().st_size
+    worked("export", "run", "--to", "cat.onnx")
+    assert (tmp_path / "cat.onnx").stat().st_size < size + 20_000
+    refused("--to", "export", "run")
+    refused("does not end in the name of a language", "export", "run", "--to", "cat.txt")
+    refused("half has no effect in C", "export", "run", "--to", "cat.c", "--half")
+    refused("one-step", "export", "run", "--to", "cat.onnx", "--one-step", "--lengths")
+    worked("train", "rhyme.txt", "--out", "window", "--model", "window", "--hidden", "8", "--epochs", "0.1", "-q")
+    refused("cannot", "export", "window", "--to", "cat.js")
 
 
 def test_the_c_of_the_page_prints_what_python_prints(page: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ PUBLIC = """
     Ledger perplexity token_losses Options OptionError preset Run RunError train resume open_run pack_run Watcher
     Terminal Stopped Diverged
     fit Fit
+    export
     Beam generate hidden_states HiddenStates Tracked Row compare write_report
 """
 

@@ -52,17 +52,12 @@ def export(
 
     opened = open_run(run, trust=trust)
     vocabulary = None if LANGUAGES.get(to.suffix) == "ONNX" else opened.vocabulary
+    asked = {"weights_beside": weights_beside, "half": half, "one_step": one_step, "lengths": lengths}
     try:
-        files = export(
-            opened.model,
-            to,
-            vocabulary=vocabulary,
-            weights_beside=weights_beside,
-            half=half,
-            one_step=one_step,
-            lengths=lengths,
-        )
-    except (ValueError, ModuleNotFoundError) as error:
+        files = export(opened.model, to, vocabulary=vocabulary, **asked)
+    except OptionError:
+        raise
+    except (TypeError, ValueError, ModuleNotFoundError) as error:  # of a model that cannot be exported
         raise OptionError(str(error)) from error
     for file in files:
         echo(f"{file} ({file.stat().st_size / 1e3:,.0f} kB)")

@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from loopfold.errors import Argument, OptionError
 from loopfold.exporting.c import CWriter
 from loopfold.exporting.javascript import JavaScriptWriter
 from loopfold.exporting.onnx import onnx_model
 from loopfold.exporting.program import StepProgram
+from loopfold.exporting.stock import stock
 from loopfold.exporting.texts import Texts
 from loopfold.exporting.writing import is_name
 from loopfold.files import write_whole
+from loopfold.language.recurrent import RecurrentLM
 from loopfold.states import Step, name_of
 from loopfold.stepgraph.graph import Refusal
 from loopfold.text.vocabulary import Vocabulary
@@ -61,14 +64,14 @@ def export(
     language = LANGUAGES.get(path.suffix)
     if language is None:
         known = ", ".join(f"{suffix} ({name})" for suffix, name in LANGUAGES.items())
-        raise ValueError(f"{path.name!r} does not end in the name of a language: type one of {known}.")
+        raise OptionError(f"{path.name!r} does not end in the name of a language: type one of {known}.")
     asked = {"weights_beside": weights_beside, "half": half, "one_step": one_step, "lengths": lengths}
     asked["vocabulary"] = vocabulary is not None
     for name, value in asked.items():
         if value and language not in FOR[name]:
-            raise ValueError(f"{name} has no effect in {language}: it is for {' and '.join(FOR[name])}.")
+            raise OptionError(Argument(name), f" has no effect in {language}: it is for {' and '.join(FOR[name])}.")
     if one_step and lengths:
-        raise ValueError("one step has no length: leave out one_step or lengths.")
+        raise OptionError("one step has no length: leave out ", Argument("one_step"), " or ", Argument("lengths"), ".")
     if language == "C" and not is_name(path.stem):
         raise ValueError(
             f"{path.stem!r} begins every name of the C code: it must be letters, digits and _, no keyword."
@@ -82,19 +85,22 @@ def export(
         raise ValueError(
             f"a vocabulary of {texts.size} tokens goes with a language model that reads so many; got {name_of(model)}."
         )
-    for file, data in (files := _files(program, path, language, texts, asked)).items():
+    if language == "ONNX":
+        cells = None if one_step else stock(model.network if isinstance(model, RecurrentLM) else model)
+        files = {path: onnx_model(program, one_step, lengths, cells).SerializeToString()}
+    else:
+        files = _sources(program, path, language, texts, asked)
+    for file, data in files.items():
         write_whole(file, data)
     return [*files]
 
 
-def _files(
+def _sources(
     program: StepProgram, path: Path, language: str, texts: Texts | None, asked: dict[str, bool]
 ) -> dict[Path, bytes]:
     """What each file holds."""
     if language == "JavaScript":
         return {path: JavaScriptWriter(program, texts).source(asked["half"]).encode()}
-    if language == "ONNX":
-        return {path: onnx_model(program, asked["one_step"], asked["lengths"]).SerializeToString()}
     writer, named = CWriter(program, texts), (path.stem, not asked["weights_beside"])
     files = {path: writer.source(*named).encode(), path.with_suffix(".h"): writer.header(*named).encode()}
     if asked["weights_beside"]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from loopfold.exporting.program import Leaf, StepProgram
+from loopfold.exporting.stock import Stock, layers
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import Kind
 
@@ -35,10 +36,15 @@ class Graph:
         self._count: list[int] = outer._count if outer else [0]
 
     def node(self, op: str, *inputs: str, **attributes: Any) -> str:
+        return self.several(op, *inputs, results=1, **attributes)[0]
+
+    def several(self, op: str, *inputs: str, results: int, **attributes: Any) -> list[str]:
+        """A node of several results."""
         self._count[0] += 1
         name = f"{op.lower()}_{self._count[0]}"
-        self.nodes.append(self.helper.make_node(op, list(inputs), [name], name=name, **attributes))
-        return name
+        names = [name] if results == 1 else [f"{name}_{i}" for i in range(results)]
+        self.nodes.append(self.helper.make_node(op, list(inputs), names, name=name, **attributes))
+        return names
 
     def tensor(self, value: torch.Tensor) -> str:
         import onnx.numpy_helper
@@ -162,8 +168,11 @@ _MORE: dict[str, Callable[..., str]] = {
 }
 
 
-def onnx_model(program: StepProgram, one_step: bool, lengths: bool) -> Any:
-    """A model of ONNX: `one_step`, or a whole sequence; `lengths`: with how long each sequence is as another input."""
+def onnx_model(program: StepProgram, one_step: bool, lengths: bool, known: Stock | None = None) -> Any:
+    """A model of ONNX: `one_step`, or a whole sequence; `lengths`: with how long each sequence is as another input.
+
+    `known`: the model is made of cells that ONNX has itself.
+    """
     try:
         import onnx
         from onnx import TensorProto, helper
@@ -193,6 +202,14 @@ def onnx_model(program: StepProgram, one_step: bool, lengths: bool) -> Any:
         if program.counts:
             given.append(helper.make_tensor_value_info("t", TensorProto.INT64, []))
         after, out = _step(main, program, rows, given_as, "t")
+    elif known is not None:
+        ends = ""
+        if lengths:
+            given.append(helper.make_tensor_value_info("lengths", TensorProto.INT64, ["batch"]))
+            ends = main.node("Cast", "lengths", to=TensorProto.INT32)
+        after, out = layers(main, known, given_as[0], rows, ends)
+        if lengths and known.readout is not None:  # whose bias is not zero after the end
+            out = [_until(main, out[0], "lengths", given_as[0])]
     else:
         after, out = _scan(main, program, rows, given_as, timed, lengths, given)
     lead = [0] if one_step else [0, 0]
@@ -211,6 +228,19 @@ def onnx_model(program: StepProgram, one_step: bool, lengths: bool) -> Any:
     helper.set_model_props(model, {"start": json.dumps(start)})  # of one sequence
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def _steps_of(graph: Graph, x: str) -> str:
+    """0, 1, … τ - 1, where x is `[τ, …]`."""
+    first = graph.node("Slice", graph.node("Shape", x), graph.integers(0), graph.integers(1))
+    steps = graph.node("Squeeze", first, graph.integers(0))
+    return graph.node("Range", graph.tensor(torch.tensor(0)), steps, graph.tensor(torch.tensor(1)))
+
+
+def _until(graph: Graph, sequence: str, lengths: str, x: str) -> str:
+    """A sequence `[τ, batch, n]`, zero after its end."""
+    alive = graph.node("Less", graph.node("Unsqueeze", _steps_of(graph, x), graph.integers(1)), lengths)
+    return graph.node("Where", graph.node("Unsqueeze", alive, graph.integers(2)), sequence, graph.number(0))
 
 
 def _step(graph: Graph, program: StepProgram, states: list[str], x: list[str], t: str) -> tuple[list[str], list[str]]:
@@ -262,12 +292,8 @@ def _scan(
     if not x:
         given.append(helper.make_tensor_value_info("steps", TensorProto.INT64, []))
     if timed or not x:
-        steps = "steps"
-        if x:
-            first = main.node("Slice", main.node("Shape", x[0]), main.integers(0), main.integers(1))
-            steps = main.node("Squeeze", first, main.integers(0))
         zero, one = main.tensor(torch.tensor(0)), main.tensor(torch.tensor(1))
-        sequences.append(main.node("Range", zero, steps, one))
+        sequences.append(_steps_of(main, x[0]) if x else main.node("Range", zero, "steps", one))
     widths = [leaf.size for leaf in program.state] + [leaf.size for leaf in program.outputs or program.state[:1]]
     reads = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", leaf.size])
              for name, leaf in zip(before, program.state, strict=True)]  # fmt: skip

@@ -13,6 +13,7 @@ from loopfold.engines.base import Recurrence, first_step
 from loopfold.engines.compiled import as_row, given_to, parameters_of
 from loopfold.engines.programs import program_of
 from loopfold.engines.stepped import StepCode
+from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.onestep import lowest, one_step, start_of
 from loopfold.states import State, Step, asks_for_index, leaves, map_state, name_of
@@ -67,6 +68,8 @@ class StepProgram:
         """The program of a model; `x [batch, …]` is like what a step reads, where the model does not say its size."""
         if isinstance(model, RecurrentLM):
             model = model.network
+        if isinstance(model, LanguageModel):
+            raise Refusal("it has no state that goes from step to step. A recurrent language model has one.")
         f = one_step(model)
         if not isinstance(f, nn.Module):
             raise Refusal("it is a plain function, which may read something else at every call; write an nn.Module.")
