@@ -8,11 +8,15 @@ import os
 import re
 import shutil
 import struct
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from reports import hostile
 
 import loopfold as lf
@@ -284,3 +288,22 @@ def test_without_its_script_the_page_can_be_read(browser: "Browser") -> None:
     assert tab.locator("input:visible, select:visible, button:visible").count() == 0
     assert "Without JavaScript" in tab.inner_text("body")
     context.close()
+
+
+def test_an_exported_model_runs_in_a_page(browser: "Browser", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of docs/export.md, over HTTP, shows the numbers that Python prints there."""
+    text = (Path(__file__).parent.parent / "docs" / "export.md").read_text(encoding="utf-8")
+    blocks = dict(reversed(re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)))  # the first of each language
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        exec(blocks["python"], {})
+    (tmp_path / "index.html").write_text(blocks["html"], encoding="utf-8")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tab = browser.new_page()
+        tab.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        tab.wait_for_function("document.getElementById('numbers').textContent")
+        assert tab.inner_text("#numbers") + "\n" == blocks["text"]
+        tab.close()
+        server.shutdown()
