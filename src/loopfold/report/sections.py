@@ -33,9 +33,11 @@ def summary(subject: Subject) -> str:
     run, ledger = subject.run, subject.ledger
     unit = escape(subject.unit)
     what = "A recurrent network" if run.options.model == "recurrent" else "A network without recurrence"
-    layers = f"{run.options.layers} layers of " if run.options.layers > 1 else ""
+    sizes = [f"{n:,}" for n in dict.fromkeys(run.options.sizes)]
+    layers = f"{len(run.options.sizes)} layers of " if len(run.options.sizes) > 1 else ""
+    units = " and ".join([", ".join(sizes[:-1]), sizes[-1]] if sizes[1:] else sizes)
     sentence = (
-        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learned to predict the next "
+        f"{what} ({escape(run.options.kind)}, {layers}{units} units) learned to predict the next "
         f"{unit} from {run.config['corpus']['tokens']:,} {unit}s of {escape(subject.corpus.name)}. It knows "
         f"{run.vocabulary.size:,} different {unit}s."
     )
