@@ -104,7 +104,7 @@ def train(
             "--preset",
             autocompletion=completing(*PRESETS),
             help="A start for all that follows, which other flags change: quick (a minute or two), standard (ten "
-            "minutes) or words. [default: quick]",
+            "minutes), words, or words-large (for a GPU). [default: quick]",
             rich_help_panel="Model",
         ),
     ] = None,

@@ -48,7 +48,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
             raise OptionError("one-hot vectors have no table to tie the readout to: use ", *either, ".")
         embedding_size = None if options.one_hot else options.embedding_size or n
         reads = vocabulary_size if embedding_size is None else embedding_size, *options.sizes
-        cells = [make_cell(options.cell, *sizes, **starts) for sizes in zip(reads, options.sizes, strict=False)]
+        cells = [make_cell(options.cell, below, n, **starts) for below, n in zip(reads, options.sizes, strict=False)]
         hint = [" Or untie them: ", Argument("tied", False), "."] if options.tied else []
         with _mendable(*hint), blaming(lambda: f"the first step of {options.cell} failed"):
             return recurrent_lm(

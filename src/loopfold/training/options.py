@@ -347,8 +347,8 @@ def check_effect(options: Options, given: Mapping[str, Any]) -> None:
                 raise OptionError(Argument(name), f" has no effect here: {why}. Leave it out", *hint, ".")
 
 
-# A preset says how large a model is and how it learns. With two cores, and a megabyte of text: two minutes (quick) and
-# ten (standard); `words` takes some twenty minutes for a million words, of which ten thousand are distinct.
+# A preset says how large a model is and how it learns. With two cores: two minutes (quick) and ten (standard) for a
+# megabyte of text, ten (words) for a million words, of which ten thousand are distinct. `words-large` is for a GPU.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "hidden_size": 320,
@@ -370,10 +370,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "unit": "words",
         "cell": "lstm",
         "tied": True,
-        "dropout": 0.4,
+        "dropout": 0.3,
+        "streams": 16,
+        "window": 35,
         "learning_rate": 2e-3,
         "weight_decay": 0.05,
-        "epochs": 6.0,
+        "epochs": 5.0,
+    },
+    "words-large": {
+        "unit": "words",
+        "cell": "lstm",
+        "hidden_size": (1150, 1150, 400),
+        "tied": True,
+        "dropout": 0.4,
+        "variational": True,
+        "input_dropout": 0.4,
+        "embedding_dropout": 0.1,
+        "weight_drop": 0.5,
+        "activation_penalty": 2.0,
+        "change_penalty": 1.0,
+        "streams": 20,
+        "window": 70,
+        "vary_window": True,
+        "precision": "bf16",
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "clip": 0.25,
+        "schedule": "constant",
+        "average": "tail",
+        "epochs": 60.0,
+        "device": "auto",
     },
 }
 
