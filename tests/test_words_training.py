@@ -571,6 +571,11 @@ def cells() -> Any:
     return load_example("mogrifier")
 
 
+def test_the_page_shows_the_cells_as_they_are() -> None:
+    page, example = ((ROOT / name).read_text() for name in ("docs/language_models.md", "examples/mogrifier.py"))
+    assert example[example.index("class CappedLSTM") :] in page
+
+
 def capped(cell: Any, h: Tensor, c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     a = [
         b + h @ W.T + x @ U.T for b, W, U in zip(cell.b.chunk(4), cell.W.chunk(4), cell.U.chunk(4), strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loopfold.training.options import Options
 
-PIECE = 1 << 16  # numbers that a CPU adds at a time, so that their float64 copy stays in its cache
+PIECE = 1 << 18  # numbers that a CPU adds at a time, so that their float64 copy stays in its cache
 
 
 class PolyakAverage:
