@@ -180,32 +180,44 @@ def test_the_learning_rate_of_a_window_goes_with_its_length(
     assert {entry["learning_rate"] for entry in run.metrics} == {1.6}
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_windows_of_any_length_are_compiled_once(
-    precision: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was traced and compiled, and the code that was written."""
+    names: list[str] = []
 
-    def counting(owner: Any, name: str) -> None:
+    def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def counted(*given: Any, **more: Any) -> Any:
-            made.append(name)
+            names.append(name)
             return original(*given, **more)
 
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name in ((programs, "_compile"), (programs, "trace"), (native, "write")):
-        counting(owner, name)
+        count(owner, name)
+    return names
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_run_compiles_nothing_for_another_length(precision: str, made: list[str], text: Path, tmp_path: Path) -> None:
     by_step: list[int] = []
     notes = Noting()
     notes.step = lambda step, loss: by_step.append(len(made))  # type: ignore[method-assign]
     options = options_of(text, precision=precision, window=32, epochs=4.0, evaluate_every=8, weight_drop=0.0)
     train(options, tmp_path / "run", watcher=notes)
-    lengths = {len(tokens) for tokens, *_ in notes.calls}
-    assert len(lengths) > 12
+    assert len({len(tokens) for tokens, *_ in notes.calls}) > 12
     assert by_step[-1] == by_step[9], "something was compiled after the first epoch and the first evaluation"
-    assert made.count("_compile") <= 8  # two layers, in training and in evaluation; with and without lengths
+    assert 0 < made.count("_compile") <= 8  # two layers, in training and in evaluation; with and without lengths
+
+
+@pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)
+def test_engines_compile_nothing_for_another_length(engine: lf.Engine, made: list[str]) -> None:
+    layer, by_length = lf.Recurrent(lf.LSTM(3, 5), engine), []
+    for tau in range(10, 31):
+        layer(torch.randn(tau, 4, 3)).hidden.sum().backward()
+        by_length.append(len(made))
+    assert by_length[0] == by_length[-1] > 0
 
 
 # ------------------------------------------------------------------ precision

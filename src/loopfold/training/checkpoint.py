@@ -22,9 +22,8 @@ def model_with(options: Options, vocabulary_size: int, stored: dict[str, Tensor]
     """The model that the options describe, with the weights that are stored at `path`."""
     numbers = sum(t.numel() for t in stored.values())
     units = options.hidden_size if isinstance(options.hidden_size, tuple) else (options.hidden_size,)
-    fits = (
-        max(*units, options.layers, options.embedding_size or 1) <= numbers
-    )  # a model has more numbers than units or layers
+    sizes = (*units, len(units), options.layers, options.embedding_size or 1)
+    fits = max(sizes) <= numbers  # a model has more numbers than units or layers
     if fits and ":" not in options.cell:
         with torch.device("meta"):  # where a model of any size takes no memory
             fits = _same_form(stored, make_model(options, vocabulary_size))
