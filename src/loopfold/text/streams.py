@@ -34,8 +34,10 @@ class Streams:
     The ragged row is never a window by itself, since a window without tokens would have no loss: with windows of three
     steps, streams[0] would be the only one and have all four rows. Fewer tokens than streams make `count` smaller.
 
-    `varied`, a seed, makes windows of unequal length, others in each epoch: each cut between two windows is moved by up
-    to a quarter of a window. There are as many windows as before, and still each token is in one of them.
+    `varied`, a seed, makes windows of unequal length, others in each epoch: each cut between two windows is moved by a
+    quarter of a window, forwards, backwards or not at all, and all of them by up to an eighth. So a cut may fall almost
+    anywhere, but few lengths occur, since what is kept for a length, such as a CUDA graph, is to be of use again. There
+    are as many windows as before, and still each token is in one of them.
 
     >>> streams = Streams(torch.arange(11), count=3, window=2)
     >>> streams[1].tokens.tolist(), streams[1].lengths
@@ -110,7 +112,10 @@ class Streams:
             return -(-len(self.ids) // self.count)  # with the ragged row
         if self.varied is None or i == 0:
             return i * self.window
-        reach = self.window // 4
-        drawn = blake2b(f"{self.varied} {self.epoch} {i}".encode(), digest_size=8).digest()
-        moved = i * self.window + int.from_bytes(drawn, "big") % (2 * reach + 1) - reach
+        moved = i * self.window + self._drawn(0, self.window // 8) + self.window // 4 * self._drawn(i, 1)
         return min(moved, len(self.ids) // self.count - 1)  # of a short last window, a row is left
+
+    def _drawn(self, i: int, most: int) -> int:
+        """A whole number from -`most` to `most` for cut `i` of this epoch."""
+        digest = blake2b(f"{self.varied} {self.epoch} {i}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % (2 * most + 1) - most
