@@ -77,7 +77,7 @@ def test_windows_vary_with_seed_and_epoch_alone() -> None:
 
 def test_few_lengths_and_cuts_at_many_places() -> None:
     cuts, found = set[int](), set[int]()
-    for epoch in range(40):
+    for epoch in range(120):
         lengths = [len(part.tokens) for part in Streams(torch.arange(4000), 2, 40, varied=1).in_epoch(epoch)]
         found |= {*lengths[1:-1]}
         cuts |= {sum(lengths[:i]) - 40 * i for i in range(1, len(lengths) - 1)}
