@@ -585,8 +585,9 @@ def test_progress_that_cannot_be(name: str, value: Any, noted: tuple[lf.Run, Not
         lambda state: state | {"sum/none": torch.zeros(3)},
         lambda state: state | {name: t[:1].contiguous() for name, t in state.items() if name.startswith("sum/")},
         lambda state: state | {name: t.long() for name, t in state.items() if name.startswith("sum/")},
+        lambda state: {},
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_sums_that_do_not_fit(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], noted: tuple[lf.Run, Noting], tmp_path: Path

@@ -47,8 +47,7 @@ class PolyakAverage:
         """Count the weights as they are now."""
         for name, p in self.weights.items():
             if not self.count:
-                wide = torch.promote_types(p.dtype, torch.float64)
-                self.sums[name] = p.to(wide, copy=True, memory_format=torch.contiguous_format)
+                self.sums[name] = p.to(_wide(p), copy=True, memory_format=torch.contiguous_format)
                 continue
             size = PIECE if p.device.type == "cpu" else max(1, p.numel())
             for total, part in zip(self.sums[name].view(-1).split(size), p.reshape(-1).split(size), strict=True):
@@ -61,7 +60,7 @@ class PolyakAverage:
 
     def load(self, count: int, sums: Mapping[str, Tensor]) -> None:
         """Go on with sums over so many steps."""
-        self.count, self.sums = count, {name: sums[name].to(p.device) for name, p in self.weights.items()}
+        self.count, self.sums = count, {name: sums[name].to(p.device, _wide(p)) for name, p in self.weights.items()}
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -79,6 +78,10 @@ class PolyakAverage:
             with torch.no_grad():
                 for name, p in self.weights.items():
                     p.copy_(own[name])
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float64)
 
 
 def tail_from(options: Options, step: int, steps: int, begun: int | None) -> int | None:

@@ -72,7 +72,8 @@ def state_of(
         if value is not None
     }
     if average.count:
-        tensors |= {f"last/{name}": p.detach().cpu().clone() for name, p in average.weights.items()}
+        last = {name: p.detach().cpu().contiguous().clone() for name, p in average.weights.items()}
+        tensors |= {f"last/{name}": p for name, p in last.items()}
         tensors |= {f"sum/{name}": total.cpu() for name, total in average.sums.items()}
     # clones, since a state may hold one tensor twice, which safetensors does not store
     return tensors | {f"context/{i}": leaf.cpu().clone() for i, leaf in enumerate(leaves(context))}
@@ -89,7 +90,7 @@ def load_state(
     """Fill the optimiser and the average over `averaged` steps; the carried state, `cold` before the first step."""
     name = folder.checkpoint["state"]
     stored = folder.tensors(name)
-    if not stored:
+    if not stored and not averaged:
         return cold
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     entries: dict[str, dict[str, Tensor]] = {}

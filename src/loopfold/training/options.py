@@ -96,7 +96,7 @@ class Options:
     streams: int = _option(32, "Parts of the text read side by side: the batch size.", AT_LEAST_1, alias="batch_size")
     window: int = _option(64, "Steps that gradients go back; the state goes further.", AT_LEAST_1)
     vary_window: bool = _option(False, "Windows of unequal length, other ones in each epoch.")
-    precision: str = _option("float32", "What training computes with; weights are float32", ("float32", "bf16"))
+    precision: str = _option("float32", "What training computes in; weights stay float32", ("float32", "bf16"))
     epochs: float = _option(10.0, "Times through the text.", Limits("above 0 and at most 1e9", lambda x: 0 < x <= 1e9))
     optimiser: str = _option("adamw", "How weights are updated", ("adamw", "sgd"), alias="optimizer")
     learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0, alias="lr")
@@ -108,21 +108,23 @@ class Options:
     schedule: str = _option("cosine", "The learning rate after the warm-up", SCHEDULES)
     decay: float = _option(
         0.5,
-        "What step multiplies the rate with after each epoch, and plateau after an evaluation that is not the best.",
+        "What the rate is multiplied by: by step in each epoch, by plateau after an evaluation that is not the best.",
         Limits("above 0 and below 1", lambda x: 0 < x < 1),
     )
-    decay_after: int = _option(4, "Epochs before the first such epoch.", AT_LEAST_0)
+    decay_after: int = _option(4, "Epochs before step does so for the first time.", AT_LEAST_0)
     warmup: int | None = _option(
         None, "Steps in which the rate rises; 50 by default, or a tenth of the run if that is less.", AT_LEAST_0
     )
-    average: str = _option("none", "Mean weights in place of the last ones", ("none", "tail", "triggered"))
+    average: str = _option(
+        "none", "The mean of many steps' weights, in place of the last", ("none", "tail", "triggered")
+    )
     average_share: float = _option(
         0.5,
         "The share of the run, at its end, whose weights tail averages.",
         Limits("above 0 and at most 1", lambda x: 0 < x <= 1),
     )
     average_after: int = _option(
-        5, "triggered averages once the valid loss is no better than so many evaluations before.", AT_LEAST_1
+        5, "triggered begins when the valid loss is above the best of more than so many evaluations ago.", AT_LEAST_1
     )
     patience: int | None = _option(
         None, "Stop after so many evaluations without a better one; never by default.", AT_LEAST_1
