@@ -27,9 +27,9 @@ class PolyakAverage:
     ...     _ = nn.init.constant_(model.weight, value)
     ...     average.add()
     >>> with average.applied():
-    ...     float(model.weight)
+    ...     model.weight.item()
     3.0
-    >>> float(model.weight)
+    >>> model.weight.item()
     6.0
     """
 
