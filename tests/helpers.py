@@ -67,7 +67,7 @@ def flags_of(options: lf.Options) -> list[str]:
         elif name in EFFECT and not EFFECT[name][0](options):
             continue
         elif value is not None and name not in ("sources", "split"):
-            flags.append(f"--{flag}={value}")
+            flags.append(f"--{flag}={'-'.join(map(str, value)) if isinstance(value, tuple) else value}")
     return [*options.sources, *flags]
 
 

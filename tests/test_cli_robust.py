@@ -493,8 +493,8 @@ def offered(*words: str, shell: str = "bash") -> list[str]:
 
 def test_the_shell_completes_commands_flags_and_names() -> None:
     assert offered("tr") == ["train"]
-    assert offered("train", "--pre") == ["--preset"]
-    assert offered("train", "--preset", "") == ["quick", "standard", "words"]
+    assert offered("train", "--pres") == ["--preset"]
+    assert offered("train", "--preset", "") == ["quick", "standard", "words", "words-large"]
     assert offered("train", "--cell", "") == [*CELLS]
     assert offered("train", "--unit", "w") == ["words"]
     assert offered("train", "--optimiser", "", shell="fish") == ["adamw", "sgd"]

@@ -29,7 +29,7 @@ PUBLIC = """
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM count_parameters
     Ledger perplexity token_losses Options OptionError preset Run RunError train resume open_run pack_run Watcher
-    Terminal Stopped Diverged
+    Terminal Stopped Diverged PolyakAverage
     fit Fit
     export
     Beam generate hidden_states HiddenStates Tracked Row compare write_report

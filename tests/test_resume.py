@@ -29,12 +29,11 @@ from loopfold.training.watching import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Two layers, dropout of all kinds, penalties, a ragged last window, evaluations in the middle of an epoch: 36 steps an
-# epoch, 72 in all.
+# Two layers, dropout of all kinds, penalties, bfloat16, windows that vary, a ragged last one, evaluations in the middle
+# of an epoch, mean weights in the end: 36 steps an epoch, 72 in all.
 CHOICES: dict[str, Any] = {
     "cell": "lstm",
-    "hidden_size": 8,
-    "layers": 2,
+    "hidden_size": (8, 7),
     "dropout": 0.3,
     "variational": True,
     "input_dropout": 0.1,
@@ -44,14 +43,17 @@ CHOICES: dict[str, Any] = {
     "change_penalty": 0.5,
     "streams": 4,
     "window": 7,
+    "vary_window": True,
+    "precision": "bf16",
     "epochs": 2.0,
     "weight_decay": 0.01,
     "warmup": 5,
     "evaluate_every": 13,
 }
 OPTIMISERS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimiser": "adamw", "schedule": "cosine", "learning_rate": 0.01},
-    "sgd": {"optimiser": "sgd", "schedule": "linear", "learning_rate": 0.3, "momentum": 0.9},
+    "adamw": {"optimiser": "adamw", "schedule": "cosine", "learning_rate": 0.01, "average": "tail"},
+    "sgd": {"optimiser": "sgd", "schedule": "plateau", "learning_rate": 0.9, "momentum": 0.9}
+    | {"average": "triggered", "average_after": 1},
 }
 NEVER = 1e9
 STEPS = 72
@@ -96,6 +98,9 @@ def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         train(options_of(text, optimiser), path / optimiser, save_every=NEVER)
     torch.set_num_threads(threads)
     found = {optimiser: bits(path / optimiser) for optimiser in OPTIMISERS}
+    assert found["adamw"]["progress"]["average_from"] == STEPS // 2
+    assert 0 < found["sgd"]["progress"]["average_from"] < STEPS
+    assert found["sgd"]["progress"]["decays"] > 0
     assert all(run["step"] == STEPS for run in found.values())
     return found
 

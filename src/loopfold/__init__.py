@@ -39,10 +39,10 @@ The modules in the order in which data flows; each imports only from those above
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger
-    exporting        a step without Python: program, texts, writing (what C and JavaScript share), c, javascript, onnx;
-                     export()
-    training         options, cells, making; contents, stored, folder, packed (a run on disk), listing, checkpoint,
-                     table, run; watching, guards, job, loop, rehearsal
+    exporting        a step without Python: program, texts, writing (what C and JavaScript share), c, javascript; stock,
+                     onnx; export()
+    training         options, cells, making; averaging, schedules; contents, stored, folder, packed (a run on disk),
+                     listing, checkpoint, table, run; watching, guards, job, loop, rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

@@ -59,6 +59,7 @@ from loopfold.stepgraph.trace import step_graph
 from loopfold.stepper import Stepper
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
+from loopfold.training.averaging import PolyakAverage
 from loopfold.training.folder import RunError
 from loopfold.training.loop import Diverged, Stopped, resume, train
 from loopfold.training.options import Options, preset
@@ -132,6 +133,7 @@ __all__ = [
     "Outputs",
     "Pattern",
     "Pick",
+    "PolyakAverage",
     "Prediction",
     "Processes",
     "Ramp",

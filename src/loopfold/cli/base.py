@@ -69,12 +69,13 @@ PartOption = Annotated[
 def flag(name: str, value: object = None) -> str:
     """An argument of a function as it is typed here.
 
-    >>> flag("hidden_size", 9), flag("tied", False), flag("trust", True), flag("part")
-    ('--hidden-size 9', '--no-tied', '--trust', '--on')
+    >>> flag("hidden_size", 9), flag("hidden_size", (9, 4)), flag("tied", False), flag("trust", True), flag("part")
+    ('--hidden-size 9', '--hidden-size 9-4', '--no-tied', '--trust', '--on')
     """
     word = {"part": "on"}.get(name, name).replace("_", "-")
     if value is False:
         return f"--no-{word}"
+    value = "-".join(map(str, value)) if isinstance(value, tuple) else value
     return f"--{word}" if value is None or value is True else f"--{word} {value}"
 
 

@@ -4,6 +4,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from dataclasses import Field, fields, replace
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from loopfold.cli.base import TrustOption, app, cells, completing, devices, flag, several
+from loopfold.cli.usage import needed
 from loopfold.errors import OptionError
 from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 OPTIONS = {option.name: option for option in fields(Options)}
 TEXT = OPTIONS.pop("sources")
 PANELS = {"split": "Text", "model": "Model", "streams": "Training", "device": "Run"}  # with the first option of each
+SEPARATED = {"split": "/", "hidden_size": "-"}  # several numbers in one word, and what stands between them
 UNITS = {"char": "characters", "chars": "characters", "character": "characters", "byte": "bytes", "word": "words"}
 UNITS |= {"subword": "subwords", "bpe": "subwords"}
 
@@ -35,7 +38,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     panel = ""
     for name, option in OPTIONS.items():
         panel = PANELS.get(name, panel)
-        panels[panel].append(_flag(option, str if name == "split" else hints[name], panel))
+        panels[panel].append(_flag(option, str if name in SEPARATED else hints[name], panel))
     for parameter in own:
         info = copy(parameter.annotation.__metadata__[0])  # one that other commands have too stays as it is
         panel = info.rich_help_panel = info.rich_help_panel or "Run"
@@ -72,16 +75,16 @@ def _defaults(name: str) -> str:
     """What an option is in the first preset, and in those that differ from it; nothing where all leave it out."""
     presets: dict[str, list[str]] = {}
     for known in PRESETS:
-        presets.setdefault(_spelt(getattr(preset(known), name)), []).append(known)
+        presets.setdefault(_spelt(name, getattr(preset(known), name)), []).append(known)
     first, *others = presets
     said = "; ".join([first, *(f"{', '.join(presets[value])}: {value}" for value in others)])
     return f"[default: {said}]" if said else ""
 
 
-def _spelt(value: Any) -> str:
+def _spelt(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "/".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+    return SEPARATED[name].join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
 
 
 # ------------------------------------------------------------------ train
@@ -101,7 +104,7 @@ def train(
             "--preset",
             autocompletion=completing(*PRESETS),
             help="A start for all that follows, which other flags change: quick (a minute or two), standard (ten "
-            "minutes) or words. [default: quick]",
+            "minutes), words, or words-large (for a GPU). [default: quick]",
             rich_help_panel="Model",
         ),
     ] = None,
@@ -235,6 +238,8 @@ def _meant(name: str, value: Any) -> Any:
     """The value of an option as it is spelt in Python."""
     if name == "split":
         return _shares(value)
+    if name == "hidden_size":
+        return _sizes(value)
     limits = OPTIONS[name].metadata["limits"]
     if isinstance(limits, tuple) or (name == "cell" and ":" not in value and not value.endswith(".py")):
         value = value.lower()
@@ -249,6 +254,15 @@ def _shares(split: str) -> tuple[float, ...]:
             f"--split needs shares of train/valid/test, such as 90/5/5 or 90/10/0; got {split!r}."
         ) from None
     return train_, valid, test
+
+
+def _sizes(typed: str) -> int | tuple[int, ...]:
+    with suppress(ValueError):
+        return int(typed)
+    try:
+        return tuple(map(int, typed.split("-")))
+    except ValueError:
+        raise OptionError(needed("--hidden-size", typed, "valid integer")) from None
 
 
 # ------------------------------------------------------------------ what is said

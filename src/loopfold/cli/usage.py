@@ -29,7 +29,7 @@ def usage(error: typer.TyperException, typed: Sequence[str]) -> str:
         name = next((o for o in parameter.opts if o.startswith("--")), parameter.name.upper())
         if said.startswith("Missing"):
             return f"{name} is missing. {more}"
-        return _of_value(name, _value(parameter.opts, typed), said)
+        return needed(name, _value(parameter.opts, typed), said)
     if "option_name" in details:
         name, close = details["option_name"], details.get("possibilities")
         if said.startswith("No such option"):
@@ -53,7 +53,8 @@ def _value(names: Sequence[str], typed: Sequence[str]) -> str | None:
     return found
 
 
-def _of_value(name: str, value: str | None, said: str) -> str:
+def needed(name: str, value: str | None, said: str) -> str:
+    """What a flag needed, where typer says this of its value."""
     for pattern, words in NEEDED.items():
         if match := re.search(pattern, said):
             got = "" if value is None else f"; got {value!r}"

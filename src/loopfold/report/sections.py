@@ -1,7 +1,7 @@
 """The sections of the page that every run has: what was trained, how it went, how good it is, what it writes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,8 @@ def summary(subject: Subject) -> str:
     run, ledger = subject.run, subject.ledger
     unit = escape(subject.unit)
     what = "A recurrent network" if run.options.model == "recurrent" else "A network without recurrence"
-    layers = f"{run.options.layers} layers of " if run.options.layers > 1 else ""
     sentence = (
-        f"{what} ({escape(run.options.kind)}, {layers}{run.options.hidden_size:,} units) learned to predict the next "
+        f"{what} ({escape(run.options.kind)}, {_units(run.options.sizes)}) learned to predict the next "
         f"{unit} from {run.config['corpus']['tokens']:,} {unit}s of {escape(subject.corpus.name)}. It knows "
         f"{run.vocabulary.size:,} different {unit}s."
     )
@@ -50,6 +49,17 @@ def summary(subject: Subject) -> str:
     pairs = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)
     note = f'<p class="note">{escape(subject.trouble)}</p>' if subject.trouble else ""
     return f'<p class="lead">{sentence}</p>{note}<dl class="figures">{pairs}</dl>'
+
+
+def _units(sizes: Sequence[int]) -> str:
+    """How large a network is.
+
+    >>> _units((512,)), _units((1150, 1150, 400))
+    ('512 units', '3 layers of 1,150, 1,150 and 400 units')
+    """
+    layers = f"{len(sizes)} layers of " if len(sizes) > 1 else ""
+    *others, last = [f"{n:,}" for n in (sizes if len({*sizes}) > 1 else sizes[:1])]
+    return f"{layers}{', '.join(others) + ' and ' if others else ''}{last} units"
 
 
 # ------------------------------------------------------------------ what was trained

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ class Streams:
     The ragged row is never a window by itself, since a window without tokens would have no loss: with windows of three
     steps, streams[0] would be the only one and have all four rows. Fewer tokens than streams make `count` smaller.
 
+    `varied`, a seed, makes windows of unequal length, others in each epoch: each cut between two windows is moved by a
+    quarter of a window, forwards, backwards or not at all, and all of them by up to an eighth. So a cut may fall almost
+    anywhere, but few lengths occur, since what is kept for a length, such as a CUDA graph, is to be of use again. There
+    are as many windows as before, and still each token is in one of them.
+
     >>> streams = Streams(torch.arange(11), count=3, window=2)
     >>> streams[1].tokens.tolist(), streams[1].lengths
     ([[2, 6, 10], [3, 7, 0]], tensor([2, 2, 1]))
@@ -43,6 +49,8 @@ class Streams:
     window: int
     rank: int = 0
     world: int = 1
+    varied: int | None = None
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 1 or self.ids.dtype != torch.int64 or not len(self.ids):
@@ -63,6 +71,10 @@ class Streams:
         """The share of process `rank` out of `world`: the same windows, with `count / world` of the streams in them."""
         return replace(self, rank=self.rank * world + rank, world=self.world * world)
 
+    def in_epoch(self, epoch: int) -> "Streams":
+        """The same tokens, cut as in that epoch."""
+        return self if epoch == self.epoch else replace(self, epoch=epoch)
+
     def __len__(self) -> int:
         return -(-(len(self.ids) // self.count) // self.window)
 
@@ -70,26 +82,40 @@ class Streams:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Window:
-        first = self._first_row(i)
+        first, end = self._rows(i)
         least, longer = divmod(len(self.ids), self.count)  # the first `longer` streams have one token more
-        rows = self.window if i < len(self) - 1 else least + (longer > 0) - first
         b = torch.arange(self.count, device=self.ids.device).view(self.world, -1)[self.rank]
-        t = torch.arange(first, first + rows, device=self.ids.device)[:, None]
+        t = torch.arange(first, end, device=self.ids.device)[:, None]
         ends = least + (b < longer)
         tokens = self.ids[(b * least + b.clamp(max=longer) + t).clamp(max=len(self.ids) - 1)] * (t < ends)
         return Window(tokens, ends - first if longer and i == len(self) - 1 else None)
 
     def tokens_in(self, i: int) -> int:
         """How many tokens window `i` has over the streams of all processes."""
-        first = self._first_row(i)
-        return self.count * self.window if i < len(self) - 1 else len(self.ids) - self.count * first
+        first, end = self._rows(i)
+        return min(self.count * end, len(self.ids)) - self.count * first
 
     def tokens_to(self, step: int) -> int:
         """How many tokens all windows up to a step have that is counted on from epoch to epoch."""
-        epochs, i = divmod(step, len(self))
-        return epochs * len(self.ids) + i * self.count * self.window
+        epoch, i = divmod(step, len(self))
+        return epoch * len(self.ids) + self.count * self.in_epoch(epoch)._cut(i)
 
-    def _first_row(self, i: int) -> int:
+    def _rows(self, i: int) -> tuple[int, int]:
+        """Where window `i` begins, and where it ends."""
         if not 0 <= i < len(self):
             raise IndexError(f"windows run from 0 to {len(self) - 1}; got {i}.")
-        return i * self.window
+        return self._cut(i), self._cut(i + 1)
+
+    def _cut(self, i: int) -> int:
+        """The first row of window `i`; it depends on nothing but the seed, the epoch and `i`."""
+        if i == len(self):
+            return -(-len(self.ids) // self.count)  # with the ragged row
+        if self.varied is None or i == 0:
+            return i * self.window
+        moved = i * self.window + self._drawn(0, self.window // 8) + self.window // 4 * self._drawn(i, 1)
+        return min(moved, len(self.ids) // self.count - 1)  # of a short last window, a row is left
+
+    def _drawn(self, i: int, most: int) -> int:
+        """A whole number from -`most` to `most` for cut `i` of this epoch."""
+        digest = blake2b(f"{self.varied} {self.epoch} {i}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % (2 * most + 1) - most

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from loopfold.language.base import Context, LanguageModel
 from loopfold.states import leaves, rebuild
+from loopfold.training.averaging import PolyakAverage
 from loopfold.training.folder import RunError, RunFolder
 from loopfold.training.making import make_model
 from loopfold.training.options import Options
@@ -20,7 +21,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def model_with(options: Options, vocabulary_size: int, stored: dict[str, Tensor], path: Path) -> LanguageModel:
     """The model that the options describe, with the weights that are stored at `path`."""
     numbers = sum(t.numel() for t in stored.values())
-    sizes = (options.hidden_size, options.layers, options.embedding_size or 1)
+    units = options.hidden_size if isinstance(options.hidden_size, tuple) else (options.hidden_size,)
+    sizes = (*units, len(units), options.layers, options.embedding_size or 1)
     fits = max(sizes) <= numbers  # a model has more numbers than units or layers
     if fits and ":" not in options.cell:
         with torch.device("meta"):  # where a model of any size takes no memory
@@ -55,8 +57,13 @@ def _form(t: Tensor) -> tuple[torch.Size, bool]:
     return t.shape, t.is_floating_point()
 
 
-def state_of(model: nn.Module, optimiser: torch.optim.Optimizer, context: Context) -> dict[str, Tensor]:
-    """What training needs beside the weights, by name: the optimiser, and the state carried from window to window."""
+def state_of(
+    model: nn.Module, optimiser: torch.optim.Optimizer, context: Context, average: PolyakAverage
+) -> dict[str, Tensor]:
+    """What training needs beside the weights, by name: the optimiser, and the state carried from window to window.
+
+    Where weights are averaged, those that are stored are the mean; here are the sums, and the weights of the last step.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {
         f"optimiser/{names[parameter]}/{key}": value.detach().cpu().contiguous()
@@ -64,15 +71,26 @@ def state_of(model: nn.Module, optimiser: torch.optim.Optimizer, context: Contex
         for key, value in entries.items()
         if value is not None
     }
+    if average.count:
+        last = {name: p.detach().cpu().contiguous().clone() for name, p in average.weights.items()}
+        tensors |= {f"last/{name}": p for name, p in last.items()}
+        tensors |= {f"sum/{name}": total.cpu() for name, total in average.sums.items()}
     # clones, since a state may hold one tensor twice, which safetensors does not store
     return tensors | {f"context/{i}": leaf.cpu().clone() for i, leaf in enumerate(leaves(context))}
 
 
-def load_state(folder: RunFolder, model: LanguageModel, optimiser: torch.optim.Optimizer, cold: Context) -> Context:
-    """Fill the optimiser; the carried state, which is `cold` before the first step."""
+def load_state(
+    folder: RunFolder,
+    model: LanguageModel,
+    optimiser: torch.optim.Optimizer,
+    cold: Context,
+    average: PolyakAverage,
+    averaged: int,
+) -> Context:
+    """Fill the optimiser and the average over `averaged` steps; the carried state, `cold` before the first step."""
     name = folder.checkpoint["state"]
     stored = folder.tensors(name)
-    if not stored:
+    if not stored and not averaged:
         return cold
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     entries: dict[str, dict[str, Tensor]] = {}
@@ -83,15 +101,21 @@ def load_state(folder: RunFolder, model: LanguageModel, optimiser: torch.optim.O
             entries.setdefault(parameter, {})[entry] = stored[key]
     parts = {f"context/{i}": leaf for i, leaf in enumerate(leaves(cold))}
     known = all(name in parameters and _is_of(parameters[name], found, optimiser) for name, found in entries.items())
-    carried = {key for key in stored if not key.startswith("optimiser/")} == {*parts} and all(
+    own = {f"{kind}/{name}": p for kind in ("last", "sum") for name, p in parameters.items()} if averaged else {}
+    carried = {key for key in stored if not key.startswith("optimiser/")} == {*parts, *own} and all(
         _carries(stored[key], leaf, model) for key, leaf in parts.items()
     )
-    if not (known and carried):
+    if not (known and carried and all(_form(stored[key]) == _form(p) for key, p in own.items())):
         raise RunError(f"{folder.path / name} does not fit the model of config.json.")
     numbers = {name: number for number, name in enumerate(parameters)}
     state = {numbers[name]: found for name, found in entries.items()}
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    return rebuild(cold, (stored[key].to(leaf.device) for key, leaf in parts.items()))
+    if averaged:
+        average.load(averaged, {name: stored[f"sum/{name}"] for name in parameters})
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(stored[f"last/{name}"])
+    return rebuild(cold, (stored[key].to(leaf) for key, leaf in parts.items()))
 
 
 def _is_of(parameter: Tensor, found: dict[str, Tensor], optimiser: torch.optim.Optimizer) -> bool:

@@ -78,7 +78,7 @@ def _words(kind: Any) -> str:
     if get_origin(kind) is UnionType:
         return " or ".join(map(_words, get_args(kind)))
     if get_origin(kind) is tuple:
-        return {"text": "texts", "a number": "numbers"}[_words(get_args(kind)[0])]
+        return {"text": "texts", "a number": "numbers", "a whole number": "whole numbers"}[_words(get_args(kind)[0])]
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
     return words.get(kind, "nothing")
 

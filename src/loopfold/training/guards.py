@@ -17,6 +17,7 @@ from loopfold.text.corpus import is_there_once
 from loopfold.training.cells import blaming
 from loopfold.training.checkpoint import forms_of
 from loopfold.training.folder import RESUME, RunFolder
+from loopfold.training.making import autocast_of
 from loopfold.training.options import Options
 
 
@@ -51,11 +52,16 @@ def check_shares(streams: int, processes: Processes) -> None:
         raise OptionError(shared, Argument("streams"), ".")
 
 
-def check_patience(options: Options, valid: bool) -> None:
-    if options.patience is not None and not valid:
-        raise OptionError(
-            Argument("patience"), " needs a valid text to watch, and there is none: leave it out, or give one."
-        )
+def check_watched(options: Options, valid: bool) -> None:
+    """That there is a valid text, if the run is guided by one."""
+    watching = {
+        Argument("patience"): options.patience is not None,
+        Argument("schedule", "plateau"): options.schedule == "plateau",
+        Argument("average", "triggered"): options.average == "triggered",
+    }
+    for what, watches in watching.items():
+        if watches and not valid:
+            raise OptionError(what, " needs a valid text to watch, and there is none: leave it out, or give one.")
 
 
 def try_step(model: LanguageModel, options: Options) -> None:
@@ -65,7 +71,7 @@ def try_step(model: LanguageModel, options: Options) -> None:
         with blaming(lambda: failed):
             model = deepcopy(model)
             before = forms_of(model)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_of(options, "cpu"):
                 model(torch.zeros(1, 1, dtype=torch.int64), model.initial_context(1))
             if forms_of(model) != before:
                 raise ValueError("it changed the parameters that __init__ made, so the model could not be built again")

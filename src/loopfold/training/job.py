@@ -22,13 +22,13 @@ from loopfold.training.cells import check_cell
 from loopfold.training.checkpoint import model_with, weights_of
 from loopfold.training.contents import check_fields
 from loopfold.training.folder import RunError, RunFolder, Taken
-from loopfold.training.guards import check_patience, check_shares, try_step
+from loopfold.training.guards import check_shares, check_watched, try_step
 from loopfold.training.making import make_model, make_vocabulary
 from loopfold.training.options import KEPT, Options
 from loopfold.training.run import Run
+from loopfold.training.schedules import WARMUP, warmup_of
 
 REPEATED = 0.1  # of a held-out text, in the training text too; of ordinary texts it is at most 0.03
-WARMUP = 50  # steps
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Progress:
     tokens: int = 0
     best: float | None = None  # nats a token on the valid text, once it was evaluated
     misses: int = 0  # evaluations since then
+    decays: int = 0  # evaluations in all that were not the best; after each, the schedule plateau falls
+    average_from: int | None = None  # the step after which weights are averaged, once they are
     seconds: float = 0.0
 
     @staticmethod
@@ -48,8 +50,11 @@ class Progress:
         try:
             progress = Progress(**folder.checkpoint["progress"])
             check_fields(progress)
-            if min(progress.step, progress.tokens, progress.misses) < 0 or not 0 <= progress.seconds < math.inf:
+            counts = progress.step, progress.tokens, progress.misses, progress.decays
+            if min(counts) < 0 or not 0 <= progress.seconds < math.inf:
                 raise ValueError("a count is below 0, or the time is not a number")
+            if progress.average_from is not None and not 0 <= progress.average_from <= progress.step:
+                raise ValueError(f"an average begins at step {progress.average_from} of {progress.step}")
             if progress.step != folder.checkpoint["step"]:
                 raise ValueError(f"it is of step {progress.step}, and the checkpoint of {folder.checkpoint['step']}")
         except (TypeError, ValueError) as error:
@@ -60,12 +65,8 @@ class Progress:
 
 
 def streams_of(options: Options, tokens: Tokens) -> Streams:
-    return Streams(tokens.ids, options.streams, options.window)
-
-
-def warmup_of(options: Options, steps: int) -> int:
-    """In how many steps the learning rate rises."""
-    return min(WARMUP, steps // 10) if options.warmup is None else options.warmup
+    varied = options.seed if options.vary_window else None
+    return Streams(tokens.ids, options.streams, options.window, varied=varied)
 
 
 def anew(options: Options) -> Options:
@@ -96,7 +97,7 @@ class New:
         start: Run | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> "New":
-        check_patience(options, bool(corpus.valid))
+        check_watched(options, bool(corpus.valid))
         if start is not None:
             _check_start(options, start)
         vocabulary = vocabulary or (make_vocabulary(options, corpus.train) if start is None else start.vocabulary)
@@ -221,5 +222,5 @@ class Job:
                 Argument("epochs"),
                 f" must be more; got {options.epochs:g}.",
             )
-        check_patience(options, len(self.valid_tokens) > 0)
+        check_watched(options, len(self.valid_tokens) > 0)
         return replace(self, options=options)

@@ -15,16 +15,17 @@ from torch import nn
 from loopfold.errors import OptionError
 from loopfold.evaluation import perplexity
 from loopfold.processes import Processes, join_processes
-from loopfold.states import detached, leaves
+from loopfold.states import detached, leaves, map_state
 from loopfold.text.corpus import read_corpus
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Vocabulary
+from loopfold.training.averaging import PolyakAverage, is_triggered, tail_from
 from loopfold.training.cells import blaming
 from loopfold.training.checkpoint import load_state, state_of, weights_of
 from loopfold.training.folder import RunFolder
 from loopfold.training.guards import Diverged, Interrupts, Stopped, check_shares, check_sources, diverged, together
-from loopfold.training.job import Job, New, Progress, streams_of, warmup_of
-from loopfold.training.making import make_optimiser
+from loopfold.training.job import Job, New, Progress, streams_of
+from loopfold.training.making import autocast_of, make_optimiser
 from loopfold.training.options import CHANGEABLE, Options
 from loopfold.training.run import (
     LOG_EVERY,
@@ -36,6 +37,7 @@ from loopfold.training.run import (
     open_run,
     read_again,
 )
+from loopfold.training.schedules import rate_of
 from loopfold.training.watching import Plan, Silent, Watcher
 
 __all__ = ["Diverged", "Run", "Stopped", "open_run", "resume", "train"]
@@ -139,9 +141,10 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
     cold = model.initial_context(streams.count)
     device = next(model.parameters()).device
 
-    optimiser = make_optimiser(options, model)
+    optimiser, average = make_optimiser(options, model), PolyakAverage(model)
     progress, entries = Progress.of(folder), folder.metrics
-    context = processes.share(load_state(folder, model, optimiser, cold))
+    averaged = 0 if progress.average_from is None else progress.step - progress.average_from
+    context = processes.share(load_state(folder, model, optimiser, cold, average, averaged))
     if _finished(progress, steps, options):
         return
     parallel: nn.Module = model
@@ -156,20 +159,25 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
     def save(best: bool) -> None:
         whole = processes.gather(context)
         if processes.first:
-            folder.save(progress.step, asdict(progress), weights_of(model), state_of(model, optimiser, whole), best)
+            state = state_of(model, optimiser, whole, average)
+            with average.applied():  # what a run is opened with, and what was evaluated
+                folder.save(progress.step, asdict(progress), weights_of(model), state, best)
 
     model.train()
     while not _finished(progress, steps, options):
         # one window: forwards, backwards, a step downhill
-        place = progress.step % len(streams)
+        epoch, place = divmod(progress.step, len(streams))
         if place == 0:
             context = processes.share(model.initial_context(streams.count))
-        window = mine[place]
-        rate = _set_rate(optimiser, options, progress.step, steps)
+        cut = mine.in_epoch(epoch)
+        window, count = cut[place], cut.tokens_in(place)
+        rate = rate_of(options, progress.step, steps, len(streams), progress.decays)
+        for group in optimiser.param_groups:  # a longer window has more to say (Merity et al., 2018)
+            group["lr"] = rate * (len(window.tokens) / options.window if options.vary_window else 1)
         torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
-        tokens, count = window.tokens.to(device), streams.tokens_in(place)
-        scored = parallel(tokens, context, window.lengths)
-        loss = scored.loss(processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
+        with autocast_of(options, device.type):
+            scored = parallel(window.tokens.to(device), context, window.lengths)
+            loss = scored.loss(processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
         optimiser.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
@@ -182,7 +190,11 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         if not math.isfinite(total + norms):
             raise diverged(folder, progress.step + 1, "loss", total / count, norms / processes.count)
         optimiser.step()
-        context = detached(scored.context)
+        if options.average == "tail":
+            progress = replace(progress, average_from=tail_from(options, progress.step, steps, progress.average_from))
+        average.clear() if progress.average_from is None else average.add()
+        # of one dtype in all windows: a cell may give bfloat16 under autocast
+        context = map_state(lambda leaf, like: leaf.to(like.dtype), detached(scored.context), cold)
         progress = replace(
             progress,
             step=progress.step + 1,
@@ -208,7 +220,8 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
             entries.append(entry)
             progress = replace(progress, nll=0.0, tokens=0)
             if evaluate:
-                ledger = perplexity(model, job.valid_tokens, processes=processes)
+                with average.applied():
+                    ledger = perplexity(model, job.valid_tokens, processes=processes)
                 if math.isnan(ledger.nll):
                     raise diverged(folder, progress.step, "valid loss", ledger.nll, norms / processes.count)
                 entry["train_since_valid"] = _since_valid(entries, streams)
@@ -217,7 +230,12 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
                 if best:
                     progress = replace(progress, best=ledger.nats_per_token, misses=0)
                 else:
-                    progress = replace(progress, misses=progress.misses + 1)
+                    progress = replace(progress, misses=progress.misses + 1, decays=progress.decays + 1)
+                if average.count:
+                    entry["averaged"] = average.count
+                elif options.average == "triggered":
+                    found = is_triggered([e["valid"] for e in entries if "valid" in e], options.average_after)
+                    progress = replace(progress, average_from=progress.step if found else None)
             if processes.first:
                 folder.log(entry)
             watcher.entry(entry)
@@ -242,17 +260,6 @@ def _since_valid(entries: Sequence[Mapping[str, Any]], streams: Streams) -> floa
         if "valid" in before or not before["step"]:
             break
     return nll / (streams.tokens_to(end) - streams.tokens_to(before["step"]))
-
-
-def _set_rate(optimiser: torch.optim.Optimizer, options: Options, step: int, steps: int) -> float:
-    """Rise over the warm-up, then stay (constant), or fall to zero in a straight line or along a cosine."""
-    rise = min(1.0, (step + 1) / (warmup_of(options, steps) + 1))
-    done = step / steps
-    fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[options.schedule]
-    rate = options.learning_rate * rise * fall
-    for group in optimiser.param_groups:
-        group["lr"] = rate
-    return rate
 
 
 def _seed(options: Options, step: int, processes: Processes) -> int:

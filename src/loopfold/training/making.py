@@ -1,7 +1,7 @@
 """From options to objects: the vocabulary, the model, the optimiser."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -31,10 +31,13 @@ def make_vocabulary(options: Options, text: str) -> Vocabulary:
 
 def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
     """A model that starts from the seed alone."""
-    n = options.hidden_size
     with torch.random.fork_rng(devices=[]), _mendable():
         torch.manual_seed(options.seed)
         starts = _starts(options)
+        if options.model != "recurrent" and isinstance(options.hidden_size, tuple):
+            one = f"a {options.model} has layers of one size: "
+            raise OptionError(one, Argument("hidden_size"), " must be one number.")
+        n = options.sizes[-1]
         if options.model == "window":
             return WindowLM(vocabulary_size, options.span, options.embedding_size or n, n, options.dropout)
         if options.model == "convolution":
@@ -44,8 +47,8 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
             either = Argument("one_hot", False), " or ", Argument("tied", False)
             raise OptionError("one-hot vectors have no table to tie the readout to: use ", *either, ".")
         embedding_size = None if options.one_hot else options.embedding_size or n
-        first = vocabulary_size if embedding_size is None else embedding_size
-        cells = [make_cell(options.cell, first if k == 0 else n, n, **starts) for k in range(options.layers)]
+        reads = vocabulary_size if embedding_size is None else embedding_size, *options.sizes
+        cells = [make_cell(options.cell, below, n, **starts) for below, n in zip(reads, options.sizes, strict=False)]
         hint = [" Or untie them: ", Argument("tied", False), "."] if options.tied else []
         with _mendable(*hint), blaming(lambda: f"the first step of {options.cell} failed"):
             return recurrent_lm(
@@ -77,6 +80,11 @@ def make_optimiser(options: Options, model: nn.Module) -> torch.optim.Optimizer:
             parameters, options.learning_rate, options.momentum, weight_decay=options.weight_decay, fused=True
         )
     return torch.optim.AdamW(parameters, options.learning_rate, weight_decay=options.weight_decay, fused=True)
+
+
+def autocast_of(options: Options, device: str) -> AbstractContextManager[object]:
+    """Around the way there of a step of training: bfloat16 for what it is enough for, where that is asked for."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16) if options.precision == "bf16" else nullcontext()
 
 
 @contextmanager

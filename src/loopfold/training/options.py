@@ -26,6 +26,7 @@ class Limits:
 AT_LEAST_1 = Limits("at least 1", lambda n: n >= 1)
 AT_LEAST_0 = Limits("0 or more", lambda x: 0 <= x < math.inf)
 ABOVE_0 = Limits("above 0", lambda x: 0 < x < math.inf)
+SCHEDULES = ("constant", "linear", "cosine", "step", "plateau")
 PROBABILITY = Limits("a probability from 0 up to but not including 1", lambda p: 0 <= p < 1)
 
 
@@ -70,9 +71,14 @@ class Options:
         "What the forget gate of an LSTM starts with; 1 helps long memories. By default as the cell has it.",
         Limits("from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6),
     )
-    hidden_size: int = _option(256, "Units in a layer.", AT_LEAST_1, alias="hidden")
+    # a list of sizes, one for each layer, is also accepted
+    hidden_size: int | tuple[int, ...] = _option(
+        256, "Units in a layer; as 1150-1150-400, those of each.", AT_LEAST_1, alias="hidden"
+    )
     layers: int = _option(1, "Layers on top of each other.", AT_LEAST_1)
-    embedding_size: int | None = _option(None, "Numbers for each token; the hidden size by default.", AT_LEAST_1)
+    embedding_size: int | None = _option(
+        None, "Numbers for each token; the hidden size, of the last layer, by default.", AT_LEAST_1
+    )
     one_hot: bool = _option(False, "One-hot vectors, no embedding.")
     tied: bool = _option(False, "One table for embedding and readout.")
     dropout: float = _option(0.0, "Between layers and before the readout.", PROBABILITY)
@@ -89,6 +95,8 @@ class Options:
     # the training
     streams: int = _option(32, "Parts of the text read side by side: the batch size.", AT_LEAST_1, alias="batch_size")
     window: int = _option(64, "Steps that gradients go back; the state goes further.", AT_LEAST_1)
+    vary_window: bool = _option(False, "Windows of unequal length, other ones in each epoch.")
+    precision: str = _option("float32", "What training computes in; weights stay float32", ("float32", "bf16"))
     epochs: float = _option(10.0, "Times through the text.", Limits("above 0 and at most 1e9", lambda x: 0 < x <= 1e9))
     optimiser: str = _option("adamw", "How weights are updated", ("adamw", "sgd"), alias="optimizer")
     learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0, alias="lr")
@@ -97,9 +105,26 @@ class Options:
     activation_penalty: float = _option(0.0, "How much the mean square of hidden states adds to the loss.", AT_LEAST_0)
     change_penalty: float = _option(0.0, "How much their mean squared change from step to step adds to it.", AT_LEAST_0)
     clip: float = _option(1.0, "The largest norm of the gradient; 0: not clipped.", AT_LEAST_0)
-    schedule: str = _option("cosine", "The learning rate after the warm-up", ("constant", "linear", "cosine"))
+    schedule: str = _option("cosine", "The learning rate after the warm-up", SCHEDULES)
+    decay: float = _option(
+        0.5,
+        "What the rate is multiplied by: by step in each epoch, by plateau after an evaluation that is not the best.",
+        Limits("above 0 and below 1", lambda x: 0 < x < 1),
+    )
+    decay_after: int = _option(4, "Epochs before step does so for the first time.", AT_LEAST_0)
     warmup: int | None = _option(
         None, "Steps in which the rate rises; 50 by default, or a tenth of the run if that is less.", AT_LEAST_0
+    )
+    average: str = _option(
+        "none", "The mean of many steps' weights, in place of the last", ("none", "tail", "triggered")
+    )
+    average_share: float = _option(
+        0.5,
+        "The share of the run, at its end, whose weights tail averages.",
+        Limits("above 0 and at most 1", lambda x: 0 < x <= 1),
+    )
+    average_after: int = _option(
+        5, "triggered begins when the valid loss is above the best of more than so many evaluations ago.", AT_LEAST_1
     )
     patience: int | None = _option(
         None, "Stop after so many evaluations without a better one; never by default.", AT_LEAST_1
@@ -119,6 +144,8 @@ class Options:
             object.__setattr__(self, "sources", (self.sources,))
         if isinstance(self.sources, list | tuple):
             object.__setattr__(self, "sources", tuple(map(_plain, self.sources)))
+        if isinstance(self.hidden_size, list):
+            object.__setattr__(self, "hidden_size", tuple(self.hidden_size))
         for name in ("valid", "test"):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         if isinstance(self.cell, type):
@@ -131,16 +158,22 @@ class Options:
                 raise OptionError(f"{kept}: give the file, or the folder that it is in, another name.")
         for option in fields(self):
             value, limits = getattr(self, option.name), option.metadata["limits"]
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if isinstance(limits, Limits) and number and not limits.hold(value):
-                words = limits.words + (", or left out" if option.default is None else "")
-                raise OptionError(Argument(option.name), f" must be {words}; got {shown(value)}.")
+            for number in value if isinstance(value, tuple) else (value,):
+                known = isinstance(number, int | float) and not isinstance(number, bool)
+                if isinstance(limits, Limits) and known and not limits.hold(number):
+                    words = limits.words + (", or left out" if option.default is None else "")
+                    raise OptionError(Argument(option.name), f" must be {words}; got {shown(number)}.")
             if isinstance(limits, tuple) and isinstance(value, str):
                 choose(option.name, value, limits)
         try:
             check_fields(self)
         except ValueError as error:
             raise OptionError(str(error)) from error
+        if isinstance(self.hidden_size, tuple) and self.layers not in (1, len(self.hidden_size)):
+            sizes = f" has {len(self.hidden_size)} sizes, one for each layer: leave out "
+            raise OptionError(Argument("hidden_size"), sizes, Argument("layers"), ".")
+        if self.hidden_size == ():
+            raise OptionError(Argument("hidden_size"), " needs a size for each layer; got none.")
 
     @staticmethod
     def about(name: str) -> str:
@@ -160,8 +193,15 @@ class Options:
     @property
     def name(self) -> str:
         """What the model is called in a table: its kind and its sizes."""
+        if isinstance(self.hidden_size, tuple):
+            return f"{self.kind} {'-'.join(map(str, self.hidden_size))}"
         layers = f" × {self.layers}" if self.layers > 1 and self.model == "recurrent" else ""
         return f"{self.kind} {self.hidden_size}{layers}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The units of each layer."""
+        return self.hidden_size if isinstance(self.hidden_size, tuple) else (self.hidden_size,) * self.layers
 
     def steps(self, tokens: int) -> int:
         """How many steps a run on so many tokens takes, if its patience lasts: windows of all streams at a time."""
@@ -255,7 +295,11 @@ EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
     "cell": (_recurrent, "only a recurrent model has a cell", None),
     "recurrent_init": (_recurrent, "only a recurrent model has W", None),
     "forget_bias": (_recurrent, "only a recurrent model can have a forget gate", None),
-    "layers": (_recurrent, "a window has one layer, and a convolution as many as its span needs", None),
+    "layers": (
+        lambda o: _recurrent(o) and not isinstance(o.hidden_size, tuple),
+        "sizes by layer say how many there are, a window has one, and a convolution as many as its span needs",
+        None,
+    ),
     "embedding_size": (
         lambda o: o.model == "window" or (_recurrent(o) and not o.one_hot),
         "one-hot vectors are no embedding, and that of a convolution has its hidden size",
@@ -275,6 +319,21 @@ EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
     "change_penalty": (_recurrent, "only a recurrent model has hidden states", None),
     "span": (lambda o: not _recurrent(o), "a recurrent model sees all tokens before", Argument("model", "window")),
     "momentum": (lambda o: o.optimiser == "sgd", "adamw has a momentum of its own", Argument("optimiser", "sgd")),
+    "vary_window": (lambda o: o.window >= 4, "of a window of less than 4 steps, a quarter is none", None),
+    "schedule": (lambda o: o.schedule != "plateau" or _with_valid(o), "there is no valid text to watch", None),
+    "decay": (
+        lambda o: o.schedule in ("step", "plateau"),
+        "the schedule is another one",
+        Argument("schedule", "step"),
+    ),
+    "decay_after": (lambda o: o.schedule == "step", "the schedule is another one", Argument("schedule", "step")),
+    "average": (lambda o: o.average != "triggered" or _with_valid(o), "there is no valid text to watch", None),
+    "average_share": (lambda o: o.average == "tail", "the tail is not averaged", Argument("average", "tail")),
+    "average_after": (
+        lambda o: o.average == "triggered" and _with_valid(o),
+        "no evaluation starts an average",
+        Argument("average", "triggered"),
+    ),
     "patience": (_with_valid, "there is no valid text to watch", None),
     "evaluate_every": (_with_valid, "there is no valid text to evaluate on", None),
 }
@@ -290,8 +349,8 @@ def check_effect(options: Options, given: Mapping[str, Any]) -> None:
                 raise OptionError(Argument(name), f" has no effect here: {why}. Leave it out", *hint, ".")
 
 
-# A preset says how large a model is and how it learns. With two cores, and a megabyte of text: two minutes (quick) and
-# ten (standard); `words` takes some twenty minutes for a million words, of which ten thousand are distinct.
+# A preset says how large a model is and how it learns. With two cores: two minutes (quick) and ten (standard) for a
+# megabyte of text, ten (words) for a million words, of which ten thousand are distinct. `words-large` is for a GPU.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "hidden_size": 320,
@@ -313,10 +372,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "unit": "words",
         "cell": "lstm",
         "tied": True,
-        "dropout": 0.4,
+        "dropout": 0.3,
+        "streams": 16,
+        "window": 35,
         "learning_rate": 2e-3,
         "weight_decay": 0.05,
-        "epochs": 6.0,
+        "epochs": 5.0,
+    },
+    "words-large": {
+        "unit": "words",
+        "cell": "lstm",
+        "hidden_size": (1150, 1150, 400),
+        "tied": True,
+        "dropout": 0.4,
+        "variational": True,
+        "input_dropout": 0.4,
+        "embedding_dropout": 0.1,
+        "weight_drop": 0.5,
+        "activation_penalty": 2.0,
+        "change_penalty": 1.0,
+        "streams": 20,
+        "window": 70,
+        "vary_window": True,
+        "precision": "bf16",
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "clip": 0.25,
+        "schedule": "constant",
+        "average": "tail",
+        "epochs": 60.0,
+        "device": "auto",
     },
 }
 
@@ -327,7 +412,10 @@ def preset(name: str, **changes: Any) -> Options:
     >>> preset("quick", layers=2).layers
     2
     """
-    return replace(Options(**PRESETS[choose("preset", name, tuple(PRESETS))]), **changes)
+    chosen = PRESETS[choose("preset", name, tuple(PRESETS))]
+    if isinstance(changes.get("hidden_size"), tuple | list):
+        chosen = {key: value for key, value in chosen.items() if key != "layers"}  # as many as there are sizes
+    return Options(**(chosen | changes))
 
 
 def _plain(source: Any) -> Any:

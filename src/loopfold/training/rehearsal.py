@@ -14,7 +14,7 @@ from loopfold.text.corpus import read_corpus
 from loopfold.training.cells import blaming
 from loopfold.training.guards import check_sources
 from loopfold.training.job import New, streams_of
-from loopfold.training.making import make_optimiser
+from loopfold.training.making import autocast_of, make_optimiser
 from loopfold.training.options import Options
 from loopfold.training.run import Run, check_device
 from loopfold.training.watching import Plan
@@ -51,14 +51,16 @@ def rehearse(options: Options, out: str | Path | None = None, *, start: Run | No
     failed = f"the first steps of {options.cell} failed"
     with torch.random.fork_rng(devices=[]), blaming(lambda: failed):
         for i in range(1 + STEPS):
-            window = streams[i % len(streams)]
-            scored = model(window.tokens.to(options.device), context, window.lengths)
+            window, count = streams[i % len(streams)], streams.tokens_in(i % len(streams))
+            with autocast_of(options, options.device):
+                scored = model(window.tokens.to(options.device), context, window.lengths)
+                loss = scored.loss(1 / count)
             optimiser.zero_grad()
-            scored.loss(1 / streams.tokens_in(i % len(streams))).backward()
+            loss.backward()
             float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # as a number, so that a GPU is waited for
             optimiser.step()
             context = detached(scored.context)
-            tokens += streams.tokens_in(i % len(streams))
+            tokens += count
             if i == 0:
                 begun, tokens = time.perf_counter(), 0
             elif time.perf_counter() - begun > SECONDS:
