@@ -18,7 +18,7 @@ from loopfold.surroundings import unchanged
 UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
 UNITS |= {"KB": 1000} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 NODE = 512  # bytes of a node in torch's graph with what it saves, about: Sequential makes some at every step
-AHEAD = 8  # pieces are so many times √τ by default: with fewer of them, Python between them costs next to nothing
+AHEAD = 5  # pieces are so many times √τ by default: with fewer of them, Python between them costs next to nothing
 
 
 def size_in_bytes(size: int | str) -> int:

@@ -16,7 +16,7 @@ class Checkpointed(Engine):
     """Runs a recurrence through another engine, in pieces; on the way back each piece is run again.
 
     `inner`   the engine that runs the pieces
-    `every`   how many steps a piece has; 8 √τ by default
+    `every`   how many steps a piece has; 5 √τ by default
     `memory`  instead of it, what may be held at a time beside x, the results and the gradients of both: a number of
               bytes, or a size such as `"64 MB"`. Pieces are as long as that allows, and there are as many levels as it
               takes; `explain` shows them.
@@ -75,7 +75,7 @@ class Checkpointed(Engine):
         held = readable(costs.held(spacings, steps))
         levels = f"{len(spacings)} levels, of {', '.join(f'{k:,}' for k in spacings)} steps" if spacings[1:] else ""
         lines = [
-            f"  in pieces: {pieces:,} of {part.steps:,} steps{levels and f'; {levels}'}",
+            f"  {pieces:,} pieces of {part.steps:,} steps{levels and f'; {levels}'}",
             f"  held at a time, beside x, the results and their gradients: about {held}, "
             f"of {readable(costs.fixed + steps * costs.step)} in one piece",
         ]
@@ -104,7 +104,7 @@ class Checkpointed(Engine):
             spacings = fitted_spacings(costs, budget, steps)
         if spacings is None:
             least = readable(1.05 * costs.least(steps))
-            return f"memory={self.memory!r} is too little: {steps:,} steps of it take at least {least}."
+            return f"memory={self.memory!r} is too little: {steps:,} steps take at least {least}."
         return spacings
 
     def _costs(self, recurrence: Recurrence, part: Recurrence) -> Costs:

@@ -85,7 +85,8 @@ class _Run:
         def collect(at: _Checkpoint, returned: State, sources: Sequence[Tensor]) -> None:
             rows = leaves(returned)
             if not results:
-                self.structure, self.flows = detached(returned), [False] * len(rows)
+                self.structure = map_state(lambda leaf: leaf.new_empty(0), returned)  # and none of its memory
+                self.flows = [False] * len(rows)
                 steps = () if self.only_last else (self.recurrence.steps,)
                 results.extend(row.new_empty(*steps, *row.shape[1:], requires_grad=False) for row in rows)
             self.flows = [flow or row.requires_grad for flow, row in zip(self.flows, rows, strict=True)]
@@ -134,6 +135,7 @@ class _Run:
             if collect is not None:
                 collect(at, returned, sources)
             at = self._after(at, returned)
+            del returned  # before there is another
         return [*kept, at]
 
     def _piece(self, at: _Checkpoint) -> tuple[State, list[Tensor], list[Tensor]]:
@@ -198,6 +200,7 @@ class _Run:
                 if {id(t) for t in sources} - {id(t) for t in self.sources}:
                     raise self._changed("it reads another tensor")
                 way.take(at.start, returned, given)
+                del returned, given
 
     def _check(self, again: _Checkpoint, kept: _Checkpoint) -> None:
         """That a state is what it was: else the gradients would be those of something else."""
@@ -225,8 +228,7 @@ class _WayBack:
         self.tensors = [*full.tensors, *run.sources]
         self.states, self.inputs = len(leaves(run.start)), len(all_leaves(full.x))
         self.carry: list[Tensor | None] = [None] * self.states
-        x = zip(all_leaves(full.x), run.given, strict=False)
-        self.by_x = [torch.zeros_like(leaf) if need else None for leaf, need in x]
+        self.by_x: list[Tensor | None] = [None] * self.inputs
         self.sums: list[Tensor | None] = [None] * (len(self.tensors) - self.states - self.inputs)
 
     def take(self, start: int, returned: State, given: list[Tensor]) -> None:
@@ -245,8 +247,10 @@ class _WayBack:
             for i, gradient in zip(places, gradients, strict=True):
                 found[i] = gradient
         self.carry, others = found[: self.states], found[self.states :]
-        for whole, g in zip(self.by_x, others, strict=False):
-            if whole is not None and g is not None:
+        for i, g in enumerate(others[: self.inputs]):
+            if g is not None:
+                whole = self.by_x[i]
+                whole = self.by_x[i] = torch.zeros_like(self.tensors[self.states + i]) if whole is None else whole
                 whole[start : start + len(g)] = g
         for i, more in enumerate(others[self.inputs :]):
             if more is not None:
@@ -270,7 +274,7 @@ class _WayBack:
         if lengths is not None and stop < last:
             carry = where_alive(self.run.recurrence.alive(stop), carry, 0)
         new = torch.zeros_like(rows) if whole is None else whole.clone(memory_format=torch.contiguous_format)
-        new[-1] += carry
+        new[-1].add_(carry)
         return new
 
     def gradients(self) -> list[Tensor | None]:
