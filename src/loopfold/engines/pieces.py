@@ -13,7 +13,7 @@ it gives the same states to the last bit, and each that was kept shows that it d
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +50,23 @@ class _Checkpoint:
     state: State  # detached
     needs: list[bool]  # which of its leaves have a gradient
     drawn: Any
+
+
+class _Shelf:
+    """Tensors of one size side by side. Each by itself would lie between two pieces in memory, and hold it up there."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.used, self.rooms = count, 0, list[Tensor]()
+
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of them; themselves where they are of another kind than the first."""
+        if not self.rooms:
+            self.rooms = [t.new_empty(self.count, *t.shape) for t in tensors]
+        places = [room[self.used] for room in self.rooms]
+        if any(place.dtype != t.dtype or place.shape != t.shape for place, t in zip(places, tensors, strict=True)):
+            return list(tensors)
+        self.used += 1
+        return [place.copy_(t) for place, t in zip(places, tensors, strict=True)]
 
 
 @dataclass(eq=False)
@@ -127,9 +144,13 @@ class _Run:
         collect: Callable[[_Checkpoint, State, Sequence[Tensor]], None] | None = None,
     ) -> list[_Checkpoint]:
         """Run from a checkpoint to step `stop`; the checkpoints of a level from here to there, the last at `stop`."""
-        kept = []
+        kept, count = list[_Checkpoint](), -(-(stop - at.start) // self.spacings[level])
+        states, numbers = _Shelf(count), _Shelf(count)
         while at.start < stop:
             if at.start % self.spacings[level] == 0:
+                at = replace(at, state=rebuild(at.state, states.keep(leaves(at.state))))
+                if kept and at.drawn is not kept[-1].drawn and at.drawn is not None:
+                    at = replace(at, drawn=(*numbers.keep(at.drawn[:1]), at.drawn[1]))
                 kept.append(at)
             returned, sources, _ = self._piece(at)
             if collect is not None:
