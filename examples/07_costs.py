@@ -227,8 +227,8 @@ As claimed: all are of order 1 in τ, in memory exactly, in time as nearly as a 
 differ in what a step costs. For loops in Python the chain is most of it, so the same work side by side takes a
 fraction of the time; the native loop has little but arithmetic left, and gains less.
 
-Memory need not be: where few states are kept and the others computed again, it grows with √τ, or not at all, for a
-third of the time more."""
+Memory need not be: where few states are kept and the others computed again, it grows with √τ, or not at all. That
+takes one more run forwards; on a long sequence, memory that stays in the caches may make up for it."""
 
 
 def main() -> None:

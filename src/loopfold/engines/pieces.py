@@ -145,12 +145,10 @@ class _Run:
     ) -> list[_Checkpoint]:
         """Run from a checkpoint to step `stop`; the checkpoints of a level from here to there, the last at `stop`."""
         kept, count = list[_Checkpoint](), -(-(stop - at.start) // self.spacings[level])
-        states, numbers = _Shelf(count), _Shelf(count)
+        states = _Shelf(count)
         while at.start < stop:
             if at.start % self.spacings[level] == 0:
                 at = replace(at, state=rebuild(at.state, states.keep(leaves(at.state))))
-                if kept and at.drawn is not kept[-1].drawn and at.drawn is not None:
-                    at = replace(at, drawn=(*numbers.keep(at.drawn[:1]), at.drawn[1]))
                 kept.append(at)
             returned, sources, _ = self._piece(at)
             if collect is not None:
