@@ -25,6 +25,7 @@ class Checkpointed(Engine):
     step is taken again on the way back, and must give what it gave; where it does not, an error says so. First
     derivatives only.
 
+    >>> import torch
     >>> from loopfold import Elman, unfold
     >>> unfold(Elman(3, 5), torch.ones(100, 2, 3), engine=Checkpointed(every=10)).hidden.shape
     torch.Size([100, 2, 5])
