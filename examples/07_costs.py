@@ -2,7 +2,8 @@
 
 Each state needs the one before it, so a sequence of τ steps takes τ steps one after the other, and no number of
 processors makes them fewer. Each state is read again on the way back, so all of them must be kept until then. An engine
-of Loopfold changes how much a step costs; it cannot change that there are τ of them.
+of Loopfold changes how much a step costs; it cannot change that there are τ of them. What it can do is to keep few of
+the states and compute the others again: memory for time.
 
 Both are measured here against τ, and the slope of a straight line through the points on log-log axes is their order: 1
 for O(τ). A last column lays the same number of steps side by side, as many short sequences instead of a few long ones:
@@ -11,12 +12,17 @@ the arithmetic is the same, the chain is not.
 Memory is what autograd keeps between forward and backward: the bytes of all tensors that the graph saved, each storage
 once, without parameters, inputs and targets. torch's allocator reports the same number. The graph's own nodes, which
 Sequential makes at every step, are not in it.
+
+A second table is of one long sequence with a loss on its last state alone, up to a million steps. Memory there is the
+most that torch's allocator has given at a time, on the way forwards or back, beside x.
 """
 
 import gc
+import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +34,11 @@ import loopfold as lf
 
 FITTED = 4  # the order is fitted to so many of the largest τ: below them the fixed cost of a call weighs too
 ENGINES: list[lf.Engine] = [lf.Sequential(), lf.Looped(), lf.FusedCPU()]
+LONG: dict[str, lf.Engine] = {  # by the name in the table
+    "FusedCPU": lf.FusedCPU(),
+    "Checkpointed": lf.Checkpointed(lf.FusedCPU()),
+    "Checkpointed, 4 MB": lf.Checkpointed(lf.FusedCPU(), memory="4 MB"),
+}
 
 
 @dataclass
@@ -40,9 +51,28 @@ class Row:
     side_by_side: float  # seconds, forward and backward: the work of the largest τ as sequences of the smallest
 
     def slope(self, costs: list[float] | list[int]) -> float:
-        points = zip(self.taus[-FITTED:], costs[-FITTED:], strict=True)
-        log_tau, log_cost = zip(*((math.log(tau), math.log(cost)) for tau, cost in points), strict=True)
-        return statistics.linear_regression(log_tau, log_cost).slope
+        return slope(self.taus, costs)
+
+
+@dataclass
+class Long:
+    engine: str
+    taus: list[int]
+    seconds: list[float]  # forward and backward, one for each τ
+    peak: list[int]  # bytes
+
+
+@dataclass
+class Costs:
+    rows: list[Row]
+    long: list[Long]
+
+
+def slope(taus: list[int], costs: list[float] | list[int]) -> float:
+    """The order of costs in τ."""
+    points = zip(taus[-FITTED:], costs[-FITTED:], strict=True)
+    log_tau, log_cost = zip(*((math.log(tau), math.log(cost)) for tau, cost in points), strict=True)
+    return statistics.linear_regression(log_tau, log_cost).slope
 
 
 @dataclass
@@ -86,9 +116,45 @@ def task(engine: lf.Engine, tau: int, batch: int, n: int) -> Task:
     return Task(model, torch.randn(tau, batch, 8), torch.randint(8, (tau, batch)))
 
 
+def long(taus: tuple[int, ...], n: int, rounds: int = 3) -> list[Long]:
+    """One sequence, and a loss on its last state."""
+    torch.manual_seed(0)
+    model = lf.SequenceToOne(lf.Elman(8, n), outputs=1)
+    rows = []
+    for name, engine in LONG.items():
+        lf.SequenceToOne(model.recurrent, outputs=1, engine=engine)  # sets it
+        row = Long(name, [*taus], [], [])
+        for tau in taus:
+            x = torch.randn(tau, 1, 8)
+
+            def both_ways(x: Tensor = x) -> float:
+                start = time.perf_counter()
+                model(x).sum().backward()
+                return time.perf_counter() - start
+
+            row.seconds.append(min(both_ways() for _ in range(rounds)))
+            row.peak.append(peak(both_ways))
+        rows.append(row)
+    return rows
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The most bytes of torch's allocator at a time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
 def experiment(
-    taus: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384), batch: int = 1, n: int = 128, seconds: float = 8.0
-) -> list[Row]:
+    taus: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384),
+    batch: int = 1,
+    n: int = 128,
+    seconds: float = 8.0,
+    long_taus: tuple[int, ...] = (10_000, 31_623, 100_000, 316_228, 1_000_000),
+) -> Costs:
     rows = []
     for engine in ENGINES:
         tasks = [task(engine, tau, batch, n) for tau in taus]
@@ -104,38 +170,54 @@ def experiment(
         kept = [each.kept() for each in tasks]
         side_by_side = forward.pop() + backward.pop()
         rows.append(Row(type(engine).__name__, [*taus], forward, backward, kept, side_by_side))
-    return rows
+    return Costs(rows, long(long_taus, n // 2))
 
 
-def table(result: list[Row]) -> str:
-    first, last = result[0].taus[0], result[0].taus[-1]
+def table(result: Costs) -> str:
+    first, last = result.rows[0].taus[0], result.rows[0].taus[-1]
     lines = [
         f"engine      at τ = {last:,}                          order in τ               the same work",
         f"            forward   backward      kept   forward backward   kept   at τ = {first}, wider",
     ]
-    for row in result:
+    for row in result.rows:
         slopes = [row.slope(costs) for costs in (row.forward, row.backward, row.kept)]
         lines.append(
             f"{row.engine:<10} {row.forward[-1] * 1e3:>5.1f} ms  {row.backward[-1] * 1e3:>6.1f} ms "
             f"{row.kept[-1] / 1e6:>6.2f} MB   {slopes[0]:>7.2f} {slopes[1]:>8.2f} {slopes[2]:>6.2f}   "
             f"{row.side_by_side * 1e3:>12.1f} ms"
         )
+    taus = result.long[0].taus
+    lines += [
+        "",
+        f"{'a loss on the last state':<24} both ways, in seconds{'':>24}at most at a time, in MB",
+        f"{'at τ =':<18}" + " ".join(f"{tau:>9,}" for tau in (*taus, *taus)) + "   order",
+    ]
+    for each in result.long:
+        times, sizes = (f"{s:>9.3f}" for s in each.seconds), (f"{size / 1e6:>9.2f}" for size in each.peak)
+        order = f"{slope(each.taus, each.seconds):.2f}, {slope(each.taus, each.peak):.2f}"
+        lines.append(f"{each.engine:<18}{' '.join(times)} {' '.join(sizes)}   {order}")
     return "\n".join(lines)
 
 
 @lf.style()
-def picture(result: list[Row]) -> lf.Drawing:
-    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2)
-    for row, marker in zip(result, "os^", strict=True):
+def picture(result: Costs) -> lf.Drawing:
+    figure = Figure(figsize=(9.6, 7.4), layout="constrained")
+    (time_axes, memory_axes), (long_time, long_memory) = figure.subplots(2, 2)
+    for row, marker in zip(result.rows, "os^", strict=True):
         seconds = [a + b for a, b in zip(row.forward, row.backward, strict=True)]
         for axes, costs, unit in ((time_axes, seconds, 1e-3), (memory_axes, row.kept, 1e6)):
             label = f"{row.engine}, slope {row.slope(costs):.2f}"
             axes.plot(row.taus, [cost / unit for cost in costs], f"{marker}-", label=label)
     for axes, what in ((time_axes, "forward and backward, in ms"), (memory_axes, "kept for the way back, in MB")):
         axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="steps $\\tau$", ylabel=what, xticks=result[0].taus)
-        axes.set_xticklabels([f"{tau:,}" for tau in result[0].taus])
+        axes.set(yscale="log", xlabel="steps $\\tau$", ylabel=what, xticks=result.rows[0].taus)
+        axes.set_xticklabels([f"{tau:,}" for tau in result.rows[0].taus])
+        axes.legend()
+    for each, marker in zip(result.long, itertools.cycle("^Dvos"), strict=False):
+        long_time.plot(each.taus, each.seconds, f"{marker}-", label=each.engine)
+        long_memory.plot(each.taus, [size / 1e6 for size in each.peak], f"{marker}-", label=each.engine)
+    for axes, what in ((long_time, "both ways, in s"), (long_memory, "at most at a time, in MB")):
+        axes.set(xscale="log", yscale="log", xlabel="steps $\\tau$, a loss on the last state", ylabel=what)
         axes.legend()
     return lf.Drawing(figure, "Time and memory against the number of steps, on log-log axes")
 
@@ -143,7 +225,10 @@ def picture(result: list[Row]) -> lf.Drawing:
 FOUND = """
 As claimed: all are of order 1 in τ, in memory exactly, in time as nearly as a machine with caches allows. Engines
 differ in what a step costs. For loops in Python the chain is most of it, so the same work side by side takes a
-fraction of the time; the native loop has little but arithmetic left, and gains less."""
+fraction of the time; the native loop has little but arithmetic left, and gains less.
+
+Memory need not be: where few states are kept and the others computed again, it grows with √τ, or not at all. That
+takes one more run forwards; on a long sequence, memory that stays in the caches may make up for it."""
 
 
 def main() -> None:

@@ -81,6 +81,11 @@ def test_engines_agree_with_the_definition(
         assert_agrees(engine, cell, x, lengths)
 
 
+@pytest.mark.parametrize("make", [*zoo.WITH_INPUT, *zoo.REWRITTEN], ids=lambda m: m.__name__)
+def test_checkpointed_agrees_with_the_definition(make: Callable[[int, int], nn.Module]) -> None:
+    test_engines_agree_with_the_definition(lf.Checkpointed(), make, torch.float64)
+
+
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("make", zoo.TENSORS, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -26,7 +26,8 @@ def test_an_open_gate_carries_gradients_and_learns_a_longer_delay() -> None:
 
 def test_costs_are_linear_in_the_number_of_steps() -> None:
     example = load("07_costs")
-    rows = example.experiment(taus=(64, 128, 256, 512), n=16, seconds=0)
+    result = example.experiment(taus=(64, 128, 256, 512), n=16, seconds=0, long_taus=(1000, 4000))
+    rows = result.rows
     assert [row.engine for row in rows] == ["Sequential", "Looped", "FusedCPU"]
     for row in rows:
         assert row.slope(row.kept) == pytest.approx(1, abs=0.02)
@@ -36,7 +37,12 @@ def test_costs_are_linear_in_the_number_of_steps() -> None:
     assert sequential.kept[-1] > looped.kept[-1]
     assert sequential.slope(sequential.backward) > 0.5  # loosely: a time on a busy machine
     assert sequential.side_by_side < sequential.forward[-1] + sequential.backward[-1]
-    shown(example, rows)
+    plain, checkpointed, within = (example.slope(each.taus, each.peak) for each in result.long[:3])
+    assert plain == pytest.approx(1, abs=0.05)
+    assert checkpointed < 0.75  # √τ, and what is there in any case
+    assert result.long[2].peak[-1] < 4e6
+    assert within <= plain
+    shown(example, result)
 
 
 @pytest.mark.parametrize("engine", [lf.Sequential(), lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)

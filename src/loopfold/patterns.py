@@ -12,7 +12,15 @@ from loopfold.engines.base import Engine
 from loopfold.feedback import run_fed
 from loopfold.feeding import Feeding, FreeRunning, Pick, Soft, TeacherForcing, checked_feeding
 from loopfold.outputs import Outputs, Reals, as_outputs
-from loopfold.recurrent import Bidirectional, Recurrent, RecurrentLayer, as_layer, checked_engine, engine_of
+from loopfold.recurrent import (
+    Bidirectional,
+    Recurrent,
+    RecurrentLayer,
+    as_layer,
+    checked_engine,
+    engine_of,
+    read_to_end,
+)
 from loopfold.states import State, Step, alive, at_end, leaves, whole_number
 from loopfold.transitions import Embedded, Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
@@ -136,6 +144,12 @@ class SequenceToOne(Pattern):
     def predict(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Prediction:
         run = self.recurrent(x, state, lengths)
         return Prediction(self.readout(run.last_hidden), run)
+
+    def forward(self, x: Tensor, state: State | None = None, lengths: Tensor | list[int] | None = None) -> Tensor:
+        """The `o` of `predict`, for which an engine need not give the states of all steps."""
+        if type(self).predict is not SequenceToOne.predict:  # of a class of the user's own
+            return self.predict(x, state, lengths).o
+        return self.readout(read_to_end(self.recurrent, x, state, lengths).last_hidden)
 
     @property
     def wiring(self) -> Wiring:
@@ -335,7 +349,7 @@ class EncoderDecoder(Pattern):
         target_lengths: Tensor | list[int] | None = None,
     ) -> Prediction:
         """`x` with `lengths` is what is read; `y`, or `steps=τ`, what is written, with `target_lengths`."""
-        vector = self.encoder(x, lengths=lengths).last_hidden
+        vector = read_to_end(self.encoder, x, lengths=lengths).last_hidden
         return self.decoder.predict(vector, y, feeding, steps=steps, lengths=target_lengths)
 
     @property

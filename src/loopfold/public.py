@@ -11,6 +11,7 @@ from loopfold.drawing.figure import Drawing, style
 from loopfold.drawing.paint import beside
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
+from loopfold.engines.checkpointed import Checkpointed
 from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
@@ -92,6 +93,7 @@ __all__ = [
     "Bidirectional",
     "Bytes",
     "Characters",
+    "Checkpointed",
     "Classes",
     "Coin",
     "Context",

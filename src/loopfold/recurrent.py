@@ -95,6 +95,7 @@ class Recurrent(RecurrentLayer):
         *,
         steps: int | None = None,
         context: State | None = None,
+        only_last: bool = False,
     ) -> Unfolding:
         calls = _watched.get()
         if calls is not None:
@@ -102,7 +103,7 @@ class Recurrent(RecurrentLayer):
         engine = self.engine if calls is None else Sequential()
         if self.training:
             draw_weights(self)
-        return unfold(self.cell, x, state, lengths, engine, context, steps=steps)
+        return unfold(self.cell, x, state, lengths, engine, context, steps=steps, only_last=only_last)
 
     def recurrence(
         self,
@@ -233,12 +234,18 @@ class Stacked(RecurrentLayer):
         self.dropout = dropout if isinstance(dropout, nn.Module) else nn.Dropout(probability(dropout))
 
     def forward(
-        self, x: Tensor | None = None, state: State | None = None, lengths: Tensor | list[int] | None = None
+        self,
+        x: Tensor | None = None,
+        state: State | None = None,
+        lengths: Tensor | list[int] | None = None,
+        *,
+        only_last: bool = False,
     ) -> Unfolding:
         runs: list[Unfolding] = []
         for layer, own in zip(self.layers, self.states_of(state), strict=True):
             x = self.dropout(runs[-1].hidden) if runs else x
-            runs.append(layer(x, own, lengths))
+            top = only_last and len(runs) + 1 == len(self.layers)
+            runs.append(read_to_end(layer, x, own, lengths) if top else layer(x, own, lengths))
         states, last = tuple(run.states for run in runs), tuple(run.last for run in runs)
         return replace(runs[-1], states=states, last=last)
 
@@ -287,6 +294,14 @@ def runs_by_steps(layer: RecurrentLayer) -> bool:
     if is_plain(layer, Stacked) and isinstance(layer, Stacked):
         return all(map(runs_by_steps, layer.parts))
     return is_plain(layer, Recurrent)
+
+
+def read_to_end(
+    layer: nn.Module, x: Tensor | None, state: State | None = None, lengths: Tensor | list[int] | None = None
+) -> Unfolding:
+    """A run of a layer of which only the last step of each sequence is read: the others may be missing in it."""
+    plain = is_plain(layer, Recurrent) or is_plain(layer, Stacked)
+    return layer(x, state, lengths, only_last=True) if plain else layer(x, state, lengths)
 
 
 def step_of(

@@ -39,7 +39,8 @@ class Unfolding:
     `last_hidden`   `[batch, n]`, the same at each sequence's end: what a whole sequence leaves behind
     `outputs`       what the step gave beside the state, each leaf `[τ, batch, …]`; None where it gives none
 
-    With unequal lengths, `states`, `hidden` and `outputs` are zero after a sequence's end, as torch pads them.
+    With unequal lengths, `states`, `hidden` and `outputs` are zero after a sequence's end, as torch pads them. Where
+    `only_last` was asked for, they hold the last step of each sequence alone: τ is 1.
     """
 
     states: State
@@ -85,6 +86,7 @@ def unfold(
     context: State | None = None,
     *,
     steps: int | None = None,
+    only_last: bool = False,
 ) -> Unfolding:
     """Run a step over a sequence: `state(t) = f(state(t-1), x(t))` for t = 1…τ.
 
@@ -95,6 +97,7 @@ def unfold(
     `lengths`  `[batch]` whole numbers from 1 to τ for sequences of unequal length, padded at the end
     `engine`   how to run it; the choice changes time and memory, never the value
     `context`  what every step reads, `[batch, …]`, or a tuple of such: then `f(state, x, context)`
+    `only_last`  whether only each sequence's own last step is wanted; `Checkpointed` then never holds the others
 
     A step with a further parameter `t` is given the number of the step, from 0, in every call of `unfold`, as a tensor
     `[batch, 1]` of the dtype of the state: `f(state, x, t)`.
@@ -115,12 +118,21 @@ def unfold(
     reason = engine.refusal(recurrence)
     if reason is not None:
         raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason} Or use engine=lf.Auto().")
+    if only_last:
+        outputs, last = parted(engine.last(recurrence), recurrence.state)
+        end = leaves(last if outputs is None else outputs)[0]
+        states, steps_of = map_state(_one_step, last), None if outputs is None else map_state(_one_step, outputs)
+        return Unfolding(states, last, end[None], end, steps_of)
     outputs, states = parted(engine.run(recurrence), recurrence.state)
     last = map_state(lambda leaf: at_end(leaf, recurrence.lengths), states)
     if outputs is None:
         return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
     hidden = leaves(outputs)[0]
     return Unfolding(states, last, hidden, at_end(hidden, recurrence.lengths), outputs)
+
+
+def _one_step(leaf: Tensor) -> Tensor:
+    return leaf[None]
 
 
 # ------------------------------------------------------------------ checks: what it got, what it expected, what to type

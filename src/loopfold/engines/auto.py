@@ -32,9 +32,13 @@ class Auto(Engine):
     def run(self, recurrence: Recurrence) -> State:
         engine, why = self.choose(recurrence)
         states = engine.run(recurrence)
+        self.tell(recurrence, why)
+        return states
+
+    def tell(self, recurrence: Recurrence, why: str) -> None:
+        """Warn, where a module that was meant to be compiled was not."""
         if isinstance(recurrence.memo.get("program"), str) and isinstance(recurrence.f, nn.Module):  # a refusal
             _tell_once(recurrence.f, why)
-        return states
 
     def choose(self, recurrence: Recurrence) -> tuple[Engine, str]:
         """The engine, and why."""
@@ -139,13 +143,21 @@ def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
     reason = engine.refusal(recurrence)
     if reason is not None:
         return f"{begin}: {type(engine).__name__} refuses, because {reason}"
-    chosen, why = engine.choose(recurrence) if isinstance(engine, Auto) else (engine, "it was asked for.")
+    chosen, why = _chosen(engine, recurrence)
     lines = [f"{begin}: {type(chosen).__name__}, because {why}"]
+    while (around := chosen.around(recurrence)) is not None:
+        words, inner, recurrence = around
+        chosen, why = _chosen(inner, recurrence)
+        lines += [*words, f"  inside it {type(chosen).__name__}, because {why}"]
     if not isinstance(chosen, Sequential):
         lines += _parts(program_of(recurrence).program)
     if code and (text := chosen.code(recurrence)):
         lines += ["", text.rstrip()]
     return "\n".join(lines)
+
+
+def _chosen(engine: Engine, recurrence: Recurrence) -> tuple[Engine, str]:
+    return engine.choose(recurrence) if isinstance(engine, Auto) else (engine, "it was asked for.")
 
 
 def _parts(program: Program) -> list[str]:

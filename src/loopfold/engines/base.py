@@ -12,6 +12,7 @@ from loopfold.states import (
     State,
     Step,
     all_leaves,
+    at_end,
     describe,
     gives_output,
     leaves,
@@ -100,6 +101,14 @@ class Engine(ABC):
     @abstractmethod
     def run(self, recurrence: Recurrence) -> State:
         """What `f` returns at steps 1…τ: its structure, each leaf `[τ, batch, …]`, zero after a sequence's end."""
+
+    def last(self, recurrence: Recurrence) -> State:
+        """What `f` returns at each sequence's own last step, each leaf `[batch, …]`; an engine may need less for it."""
+        return map_state(lambda leaf: at_end(leaf, recurrence.lengths), self.run(recurrence))
+
+    def around(self, recurrence: Recurrence) -> "tuple[list[str], Engine, Recurrence] | None":
+        """Of an engine around another: lines on what it does, the other, and what that is given. For `explain`."""
+        return None
 
     def code(self, recurrence: Recurrence) -> str:
         """What was generated for the recurrence, for people to read; nothing, unless an engine says otherwise."""

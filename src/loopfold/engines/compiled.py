@@ -47,6 +47,13 @@ def compiled_refusal(recurrence: Recurrence) -> str | None:
     return recurrence.memo["refusal"]
 
 
+IN_A_TRANSFORM = "it is called inside a torch.func transform or forward-mode differentiation."
+
+
+def in_a_transform() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def _refusal(recurrence: Recurrence) -> str | None:
     """What the call decides is asked first, and not remembered for later ones."""
     parts = leaves(recurrence.state)
@@ -60,8 +67,8 @@ def _refusal(recurrence: Recurrence) -> str | None:
         return "it is called with gradients on tensors made under torch.inference_mode."
     if nn.utils.parametrize._cache_enabled:
         return "parametrize.cached() holds tensors from one call to the next."
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return "it is called inside a torch.func transform or forward-mode differentiation."
+    if in_a_transform():
+        return IN_A_TRANSFORM
     if any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided for t in tensors):
         return "it is called on a special kind of tensor."
     modes = _get_current_function_mode_stack()
@@ -89,7 +96,7 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
         return _first_by_itself(engine, kernel, recurrence)
     doubted: list[int] = []
     like = leaves(recurrence.state)[0]
-    draws = program_of(recurrence).program.loop.draws and not _captures(like)
+    draws = program_of(recurrence).program.loop.draws and not captures(like)
     before = generators(like) if draws else None
     states, reason = _checked(engine, kernel, recurrence, doubted)
     if reason is None:
@@ -135,7 +142,7 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     end = time.perf_counter()
     device, record = leaves(states)[0].device, any(leaf.requires_grad for leaf in leaves(states))
     on_gpu = device.type == "cuda"
-    if _captures(leaves(states)[0]):
+    if captures(leaves(states)[0]):
         return states, None
     doubted += watch.doubts() if on_gpu else []
     wait = not on_gpu or bool(doubted) or watch.runs < FIRST
@@ -224,7 +231,7 @@ def _run_parts(
     many, which = rows, None
     xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in recurrence.sequences]
     tokens = len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point()
-    if tokens and not (loop.outside or loop.draws or _captures(start[0])):
+    if tokens and not (loop.outside or loop.draws or captures(start[0])):
         xs[0], which = xs[0].unique(return_inverse=True)  # tokens: each kind is computed on once
         many = len(xs[0])
     values |= zip(graph.x, xs, strict=True)
@@ -301,7 +308,7 @@ def _drawn(recurrence: Recurrence, found: Found) -> Draws:
         return draw(found.program.loop, given_to(recurrence, found), recurrence.steps, like)
 
 
-def _captures(like: Tensor) -> bool:
+def captures(like: Tensor) -> bool:
     """Whether a CUDA graph is being made, in which no size may depend on a value."""
     return like.is_cuda and torch.cuda.is_current_stream_capturing()
 

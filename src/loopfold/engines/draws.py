@@ -125,6 +125,11 @@ def generators(like: Tensor) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(like.device) if like.is_cuda else None
 
 
+def same_generators(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
+    """Whether nothing was drawn between the two."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+
+
 def set_generators(like: Tensor, states: tuple[Tensor, Tensor | None]) -> None:
     torch.set_rng_state(states[0])
     if states[1] is not None:

@@ -129,7 +129,7 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
 
     def step(*tensors: Tensor) -> list[Tensor]:  # gradients on or off as they are: a step may ask
         small, device = one.on(tensors), tensors[0].device
-        with _out_of_sight(), replayed(one.draws), with_casts(casts(device), device):
+        with out_of_sight(), replayed(one.draws), with_casts(casts(device), device):
             new = [leaf.detach() for leaf in leaves(small.take(small.state, 0))]
         return [_number(leaf if alive is None else where_alive(alive, leaf, 0)) for leaf in new]
 
@@ -153,7 +153,7 @@ def state_before(recurrence: Recurrence, states: State, t: int) -> State:
     return rebuild(start, before)
 
 
-def _out_of_sight() -> Any:
+def out_of_sight() -> Any:
     """While open, what autograd saves is hidden from torch.utils.checkpoint, which counts it.
 
     A result that was saved as it is would hold itself in memory for ever; detached, it does not. As torch does, it
@@ -310,7 +310,7 @@ class Guard:
 
         def gradients(run: Callable[[Recurrence], State], *tensors: Tensor) -> list[Tensor]:
             wanted = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
-            with torch.enable_grad(), _out_of_sight(), self._forwards():
+            with torch.enable_grad(), out_of_sight(), self._forwards():
                 found = zip(leaves(run(part.on(wanted))), weights, arrives, strict=True)
                 loss = sum((leaf * w).sum() for leaf, w, here in found if here)
             sources = [*[t for t in wanted if t.requires_grad], *parameters]
@@ -333,7 +333,7 @@ class Guard:
         """The gradients of `_roots(recurrence)`, by autograd through the whole sequence."""
         full = self.recurrence
         given = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in full.tensors]
-        with torch.enable_grad(), _out_of_sight(), self._forwards():
+        with torch.enable_grad(), out_of_sight(), self._forwards():
             states = leaves(_by_definition(full.on(given)))
         pairs = [(leaf, g) for leaf, g in zip(states, incoming, strict=True) if g is not None and leaf.requires_grad]
         sources = [t for t in given if t.requires_grad] + _parameters(full)
