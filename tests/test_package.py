@@ -16,7 +16,7 @@ MAP = re.findall(r"^    (\w+) {2,}\S", lf.__doc__ or "", re.MULTILINE)
 
 PUBLIC = """
     Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU MGU Uniform Orthogonal ScaledIdentity
-    step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU FusedGPU Auto
+    step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU FusedGPU Auto TimeParallel
     unfold Unfolding Stepper
     Recurrent Stacked Bidirectional VariationalDropout WeightDrop EmbeddingDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp

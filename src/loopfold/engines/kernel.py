@@ -120,13 +120,13 @@ class LoopFunction(torch.autograd.Function):
             return _collect(program, saved, program.reverse(tuple(g is not None for g in gs)), found, needs)
 
         with torch.no_grad(), with_casts((), saved.state[0].device):
-            results = _each(back, incoming) if come_many(incoming) else back(*incoming)
+            results = each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             results = once(type(ctx.engine).__name__, results, sources)
         return (*[None] * 6, *results)
 
 
-def _each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+def each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
     """`back`, for gradients that come many at a time: for one after the other."""
     if torch._C._are_functorch_transforms_active():
         results = iter(_OneByOne.apply(back, *incoming))
