@@ -1,5 +1,6 @@
 """The way back through chunks of time: what comes to the start of a chunk goes on from the end of the one before it."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.casts import with_casts
-from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Piece, Seams
 from loopfold.engines.kernel import each, once
 from loopfold.engines.selfcheck import come_many
@@ -173,6 +174,12 @@ def _in_sequence(work: Work, tensors: list[Tensor], incoming: Sequence[Tensor | 
             f"{name_of(recurrence.f)} was changed between its run and its gradients, which need another run. Change "
             f"it after backward(), or use engine=lf.Auto()."
         )
+    warnings.warn(
+        f"The gradients of {name_of(recurrence.f)} were computed by a run in sequence: they do not fade soon enough "
+        f"for lf.TimeParallel().",
+        EngineWarning,
+        stacklevel=2,
+    )
     own = [t.detach().requires_grad_(t.requires_grad) for t in tensors[:count]]
     with torch.enable_grad(), with_casts((), own[0].device):
         out = leaves(work.inner.run(replace(recurrence.on(own), memo={})))
