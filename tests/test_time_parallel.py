@@ -1,5 +1,6 @@
 """TimeParallel: chunks of time side by side give what the loop in sequence gives, or it is run in sequence."""
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -364,3 +365,15 @@ def test_torch_draws_what_it_would_have_drawn() -> None:
     before = torch.get_rng_state()
     lf.unfold(cell, x, engine=lf.TimeParallel(chunk=100))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_explain_says_what_to_expect() -> None:
+    cell, x = small(lf.Elman), randn(5000, 1, 3)
+    text = lf.Recurrent(cell, lf.TimeParallel(chunk=500)).explain(x)
+    assert text.startswith("Elman over τ = 5000, batch 1, float64 on cpu: TimeParallel, because it was asked for.")
+    assert re.search(r"two states were one after \d+ steps, at 4 places that were tried\n", text)
+    assert "10 chunks of 500 steps side by side, by FusedCPU; about 1.06 sweeps each way" in text
+    assert re.search(r"forwards about [\d.]+ times as fast as in sequence", text)
+    text = lf.Recurrent(Integrator(), lf.TimeParallel()).explain(x, torch.zeros(1, 3, dtype=torch.float64))
+    assert "in sequence by FusedCPU, since two states were not one after 625 steps." in text
+    assert "TimeParallel refuses, because" in lf.Recurrent(Noisy(), lf.TimeParallel()).explain(x, torch.zeros(1, 3))

@@ -141,6 +141,7 @@ def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
         return f"{begin}: {type(engine).__name__} refuses, because {reason}"
     chosen, why = engine.choose(recurrence) if isinstance(engine, Auto) else (engine, "it was asked for.")
     lines = [f"{begin}: {type(chosen).__name__}, because {why}"]
+    lines += [f"  {line}" for line in chosen.remarks(recurrence)]
     if not isinstance(chosen, Sequential):
         lines += _parts(program_of(recurrence).program)
     if code and (text := chosen.code(recurrence)):

@@ -101,6 +101,10 @@ class Engine(ABC):
     def run(self, recurrence: Recurrence) -> State:
         """What `f` returns at steps 1…τ: its structure, each leaf `[τ, batch, …]`, zero after a sequence's end."""
 
+    def remarks(self, recurrence: Recurrence) -> list[str]:
+        """What there is to say of such a run beforehand, line by line; nothing, unless an engine says otherwise."""
+        return []
+
     def code(self, recurrence: Recurrence) -> str:
         """What was generated for the recurrence, for people to read; nothing, unless an engine says otherwise."""
         return ""

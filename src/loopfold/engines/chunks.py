@@ -54,12 +54,12 @@ def distance(a: State, b: State) -> Tensor:
     found = []
     for x, y in zip(leaves(a), leaves(b), strict=True):
         x, y = (t.reshape(len(t), -1) for t in (x, y))
-        if not x.is_floating_point():
-            found.append(torch.where((x == y).all(1), 0.0, torch.inf))
-            continue
-        size = torch.maximum(x.abs(), y.abs()).amax(1)
-        found.append((x - y).abs().amax(1) / torch.where(size == 0, 1, size))
-    return torch.stack([d.to(found[0].dtype) for d in found]).amax(0)
+        share = torch.full((len(x),), torch.inf, device=x.device)  # of whole numbers, which are the same or are not
+        if x.is_floating_point() and x.shape[1]:
+            size = torch.maximum(x.abs(), y.abs()).amax(1)
+            share = torch.where(size.isfinite(), (x - y).abs().amax(1) / size, torch.inf)
+        found.append(torch.where((x == y).all(1), 0, share))
+    return torch.stack([share.to(found[0].dtype) for share in found]).amax(0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """TimeParallel: chunks of time side by side, from guessed states, until each begins where the one before it ends."""
 
 import threading
+import time
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ ROUNDINGS = 32  # two states that have met still differ by a few of them, since 
 PLACES = 4  # of a sequence, at which it is measured how fast a state is forgotten
 FIRST = 64  # steps of that measurement, before it is known whether more are needed
 SHORTEST = 32  # a tail
+TIMED = 256  # steps of a run that tells how fast a longer one is
 TAILS = 4  # a chunk is so many tails long, unless its size is given
 
 
@@ -98,6 +100,25 @@ class TimeParallel(Engine):
     def code(self, recurrence: Recurrence) -> str:
         return self.inner.code(recurrence)
 
+    def remarks(self, recurrence: Recurrence) -> list[str]:
+        """How time would be cut, and what to expect of it, from runs of a few steps."""
+        seams = Seams()
+        plan = self._plan(recurrence, seams)
+        if plan is None:
+            return [f"in sequence by {_name(self.inner, recurrence)}, since {seams.why}"]
+        whole = _detached(recurrence)
+        (size, tail), chunks = plan, Chunks(whole, self.inner, *plan)
+        part = chunks.part(0, min(size, TIMED), chunks.start)
+        sweeps = 1 + tail / size if tail < size else 2 + -(-(seams.forgets or 0) // size)
+        gain = _seconds(self.inner, whole.part(0, part.steps, whole.state)) * recurrence.steps
+        gain /= _seconds(self.inner, part) * sweeps * size
+        return [
+            f"two states were one after {seams.forgets} steps, at {PLACES} places that were tried",
+            f"{seams.chunks} chunks of {size} steps side by side, by {_name(self.inner, part)}; "
+            f"about {sweeps:.3g} sweeps each way",
+            f"forwards about {gain:.2g} times as fast as in sequence{'' if gain > 1 else ', so it does not pay here'}",
+        ]
+
     def _tolerance(self, recurrence: Recurrence) -> float:
         dtypes = [leaf.dtype for leaf in leaves(recurrence.state) if leaf.is_floating_point()]
         return self.tolerance or ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -154,6 +175,23 @@ class TimeParallel(Engine):
             work = Work(self.inner, recurrence, chunks, tolerance, seams, fingerprint_of(recurrence))
             whole = list(WayBack.apply(work, whole, pieces, *tensors))
         return rebuild(pieces[0].out, whole)
+
+
+def _name(engine: Engine, recurrence: Recurrence) -> str:
+    return type(engine.choose(recurrence)[0] if isinstance(engine, Auto) else engine).__name__
+
+
+def _seconds(engine: Engine, recurrence: Recurrence) -> float:
+    """How long a run takes, without gradients; the first may compile something."""
+    device, times = leaves(recurrence.state)[0].device, []
+    with torch.no_grad():
+        for _ in range(4):
+            begin = time.perf_counter()
+            engine.run(replace(recurrence, memo=dict(recurrence.memo)))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+    return min(times[1:])
 
 
 def _tell(recurrence: Recurrence, seams: Seams) -> None:
