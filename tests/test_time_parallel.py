@@ -199,7 +199,7 @@ def test_what_does_not_forget_is_run_in_sequence(chunk: int | None) -> None:
             ours = everything(cell, x, engine)
         torch.testing.assert_close(ours, everything(cell, x, lf.Auto()), rtol=0, atol=0)
         assert not found(engine).agreed
-        assert "two states were not one after" in found(engine).why
+        assert "two states would not be one after" in found(engine).why
         assert (found(engine).chunks, found(engine).chunk) == (1, 600)
 
 
@@ -375,5 +375,5 @@ def test_explain_says_what_to_expect() -> None:
     assert "10 chunks of 500 steps side by side, by FusedCPU; about 1.06 sweeps each way" in text
     assert re.search(r"forwards about [\d.]+ times as fast as in sequence", text)
     text = lf.Recurrent(Integrator(), lf.TimeParallel()).explain(x, torch.zeros(1, 3, dtype=torch.float64))
-    assert "in sequence by FusedCPU, since two states were not one after 625 steps." in text
+    assert "in sequence by FusedCPU, since two states would not be one after 625 steps." in text
     assert "TimeParallel refuses, because" in lf.Recurrent(Noisy(), lf.TimeParallel()).explain(x, torch.zeros(1, 3))

@@ -48,6 +48,8 @@ class WayBack(torch.autograd.Function):
         inner = [t for piece in pieces for t in (*piece.given.tensors, *leaves(piece.out), *leaves(piece.ends))]
         ctx.save_for_backward(*inner, *tensors)
         ctx.set_materialize_grads(False)
+        flows = [any(t.requires_grad for t in parts) for parts in zip(*(leaves(p.out) for p in pieces), strict=True)]
+        ctx.mark_non_differentiable(*[leaf for leaf, flow in zip(whole, flows, strict=True) if not flow])
         return tuple(whole)
 
     @staticmethod

@@ -1,5 +1,6 @@
 """TimeParallel: chunks of time side by side, from guessed states, until each begins where the one before it ends."""
 
+import math
 import threading
 import time
 import warnings
@@ -74,6 +75,8 @@ class TimeParallel(Engine):
         reason = self.inner.refusal(recurrence) or compiled_refusal(recurrence)  # which knows that rows do not mix
         if reason is not None:
             return reason
+        if leaves(recurrence.state)[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, in which no size may depend on a value."
         found = program_of(recurrence)
         if found.program.loop.draws:
             return "it draws random numbers, one step after the other, which chunks side by side would not."
@@ -132,7 +135,7 @@ class TimeParallel(Engine):
         most = longest // (2 * TAILS) if self.chunk is None else min(longest // 2, MOST * self.chunk)
         seams.forgets = _forgets(_detached(recurrence), self.inner, most, self._tolerance(recurrence))
         if seams.forgets is None:
-            seams.why = f"two states were not one after {most} steps."
+            seams.why = f"two states would not be one after {most} steps."
             return None
         tail = max(SHORTEST, 1 << (3 * seams.forgets // 2).bit_length())
         size = self.chunk or min(TAILS * tail, longest // 2)
@@ -243,8 +246,8 @@ def _forgets(recurrence: Recurrence, inner: Engine, most: int, tolerance: float)
     context = recurrence.context
     context = None if context is None else map_state(lambda leaf: torch.cat([leaf[longest]] * 2 * PLACES), context)
     state = map_state(apart, recurrence.state)
-    half = len(leaves(state)[0]) // 2
-    done, steps, before = 0, min(FIRST, most), 1.0
+    begin = _apart(state)
+    done, steps = 0, min(FIRST, most)
     with torch.no_grad():
         while True:
             part = replace(
@@ -258,18 +261,23 @@ def _forgets(recurrence: Recurrence, inner: Engine, most: int, tolerance: float)
                 memo=dict(recurrence.memo),
             )
             states = parted(inner.run(part), state)[1]
-            one, other = (map_state(lambda leaf, at=at: leaf[:, at].flatten(0, 1), states)
-                          for at in (slice(half), slice(half, None)))  # fmt: skip
-            gap = distance(one, other).view(steps, -1).amax(1)  # [steps]
-            differ = (~(gap <= tolerance)).nonzero()
-            last = int(differ[-1]) + 1 if len(differ) else 0
+            one, other = (map_state(lambda leaf, i=i: leaf.chunk(2, 1)[i].flatten(0, 1), states) for i in range(2))
+            met = (distance(one, other) <= tolerance).view(steps, -1).all(1)  # [steps]
+            last = steps - int(met.flip(0).long().cumprod(0).sum())
             if last < steps:
                 return done + last
-            done, now = done + steps, float(gap[-1])
-            if done >= most or not now < 0.9 * before:
+            state, done = map_state(lambda leaf: leaf[-1], states), done + steps
+            share = max(b / a for a, b in zip(begin, _apart(state), strict=True) if a) if any(begin) else 0.0
+            # a state that fades at this rate takes more than twice as long: not worth another look
+            if done >= most or not 0 < share < 1 or done * math.log(tolerance) / math.log(share) > 2 * most:
                 return None
-            state, before = map_state(lambda leaf: leaf[-1], states), now
             steps = min(3 * done, most - done)
+
+
+def _apart(pairs: State) -> list[float]:
+    """How far the two halves of a batch are apart, for each tensor of a state."""
+    halves = [leaf.double().chunk(2) for leaf in leaves(pairs)]
+    return [float((a - b).abs().max()) for a, b in halves]
 
 
 def _settle(chunks: Chunks, starts: State, tolerance: float, seams: Seams) -> State | None:
