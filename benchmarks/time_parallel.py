@@ -58,7 +58,7 @@ def error(ours: list[Tensor], truth: list[Tensor]) -> float:
 def medians(turns: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
     """Milliseconds, of calls that take turns."""
     times: dict[str, list[float]] = {name: [] for name in turns}
-    for i in range(repeats + 2):
+    for i in range(repeats + 1):
         for name, turn in turns.items():
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def medians(turns: dict[str, Callable[[], object]], device: str, repeats: int) -
             turn()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if i >= 2:
+            if i:
                 times[name].append(1e3 * (time.perf_counter() - begin))
     return {name: statistics.median(found) for name, found in times.items()}
 
@@ -89,13 +89,12 @@ def measure(name: str, cell: nn.Module, x: Tensor, repeats: int) -> None:
         {
             "plain": lambda: everything(cell, x, plain, weights),
             "ours": lambda: everything(cell, x, ours, weights),
-            "torch": torch_layer,
             "plain forwards": lambda: forwards(plain),
             "ours forwards": lambda: forwards(ours),
         },
         device,
         repeats,
-    )
+    ) | medians({"torch": torch_layer}, device, 1)
     truth = everything(copy.deepcopy(cell).double(), x, plain, weights.double())
     errors = [error(everything(cell, x, engine, weights), truth) for engine in (ours, plain)]
     report = ours.report

@@ -155,12 +155,7 @@ def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | No
         elif not there:
             found.append(None)
         elif i < sequences:
-            sizes = [steps for _, steps in chunks.pieces]
-            rows = [
-                there[0].new_zeros(n, *there[0].shape[1:]) if g is None else g
-                for g, n in zip(parts, sizes, strict=True)
-            ]
-            found.append(chunks.unfold(torch.cat(rows)))
+            found.append(chunks.unfold(parts))
         elif i < count:
             found.append(sum(there).view(chunks.count, chunks.batch, *there[0].shape[1:]).sum(0))
         else:

@@ -108,11 +108,21 @@ class Chunks:
         chunks = leaf.reshape(self.count, self.size, *leaf.shape[1:]).transpose(0, 1)
         return chunks.reshape(self.size, self.rows, *leaf.shape[2:])
 
-    def unfold(self, leaf: Tensor) -> Tensor:
-        """`[size, rows, …]` as `[τ, batch, …]`; zero after a sequence's end."""
-        chunks = leaf.reshape(self.size, self.count, self.batch, *leaf.shape[2:]).transpose(0, 1)
-        whole = chunks.reshape(self.count * self.size, self.batch, *leaf.shape[2:])[: self.recurrence.steps]
-        return whole if self.recurrence.lengths is None else ended(whole, self.recurrence.lengths)
+    def unfold(self, parts: Sequence[Tensor | None]) -> Tensor:
+        """The pieces of chunks `[steps, rows, …]` as `[τ, batch, …]`; zero for None, and after a sequence's end."""
+        like = next(part for part in parts if part is not None)
+        whole = like.new_empty(self.count, self.size, self.batch, *like.shape[2:])
+        for part, (begin, steps) in zip(parts, self.pieces, strict=True):
+            place = whole[:, begin : begin + steps]
+            if part is None:
+                place.zero_()
+            else:
+                place.copy_(part.reshape(steps, self.count, *whole.shape[2:]).transpose(0, 1))
+        whole = whole.flatten(0, 1)[: self.recurrence.steps]
+        if self.recurrence.lengths is None:
+            return whole
+        zero = False if whole.dtype == torch.bool else 0
+        return torch.where(alive(whole, self.recurrence.lengths), whole, zero)
 
     # ---- runs
 
@@ -179,8 +189,3 @@ class Chunks:
         """`[rows]`: how far each chunk starts from where the one before it ends; 0 for dead ones."""
         apart = distance(starts, self.after(ends))
         return torch.where(self.lengths > 0, apart, 0)
-
-
-def ended(sequence: Tensor, lengths: Tensor) -> Tensor:
-    """`sequence [τ, batch, …]`, with zeros after each end."""
-    return torch.where(alive(sequence, lengths), sequence, False if sequence.dtype == torch.bool else 0)

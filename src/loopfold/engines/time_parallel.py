@@ -172,8 +172,7 @@ class TimeParallel(Engine):
             seams.why = f"it is not known any more to be the same at every step: {reason}"
             return None
         seams.agreed = True
-        out = [torch.cat(parts) for parts in zip(*(leaves(piece.out) for piece in pieces), strict=True)]
-        whole = [chunks.unfold(leaf.detach()) for leaf in out]
+        whole = [chunks.unfold(parts) for parts in zip(*(leaves(detached(p.out)) for p in pieces), strict=True)]
         if record:
             work = Work(self.inner, recurrence, chunks, tolerance, seams, fingerprint_of(recurrence))
             whole = list(WayBack.apply(work, whole, pieces, *tensors))
