@@ -2,6 +2,7 @@
 
     python benchmarks/time_parallel.py                              # two cores: Elman of 64, 256; GRU; LSTM
     python benchmarks/time_parallel.py --device cuda --sizes 256    # against cuDNN
+    OMP_NUM_THREADS=1 python benchmarks/time_parallel.py --work     # processor time, where others use the machine too
 
 A cell reads characters, and is trained for a moment on the text of this repository, so that it remembers what such a
 cell remembers; `untrained` is the same cell before that. Then one sequence of τ characters is run, forwards and
@@ -55,23 +56,25 @@ def error(ours: list[Tensor], truth: list[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, truth, strict=True))
 
 
-def medians(turns: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
+def medians(
+    turns: dict[str, Callable[[], object]], device: str, repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Milliseconds, of calls that take turns."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     for i in range(repeats + 1):
         for name, turn in turns.items():
             if device == "cuda":
                 torch.cuda.synchronize()
-            begin = time.perf_counter()
+            begin = clock()
             turn()
             if device == "cuda":
                 torch.cuda.synchronize()
             if i:
-                times[name].append(1e3 * (time.perf_counter() - begin))
+                times[name].append(1e3 * (clock() - begin))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(name: str, cell: nn.Module, x: Tensor, repeats: int) -> None:
+def measure(name: str, cell: nn.Module, x: Tensor, repeats: int, clock: Callable[[], float]) -> None:
     n, device = cell.cell.hidden_size, x.device.type  # type: ignore[union-attr]
     weights = torch.randn(len(x), 1, n, device=device)
     layer = lf.to_torch(lf.Recurrent(cell.cell))  # type: ignore[arg-type, union-attr]
@@ -94,7 +97,8 @@ def measure(name: str, cell: nn.Module, x: Tensor, repeats: int) -> None:
         },
         device,
         repeats,
-    ) | medians({"torch": torch_layer}, device, 1)
+        clock,
+    ) | medians({"torch": torch_layer}, device, 1, clock)
     truth = everything(copy.deepcopy(cell).double(), x, plain, weights.double())
     errors = [error(everything(cell, x, engine, weights), truth) for engine in (ours, plain)]
     report = ours.report
@@ -117,7 +121,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--work", action="store_true", help="count processor time")
     options = parser.parse_args()
+    clock = time.process_time if options.work else time.perf_counter
     warnings.simplefilter("ignore", lf.EngineWarning)
     torch.manual_seed(0)
     ids, kinds = characters(options.device)
@@ -132,7 +138,7 @@ def main() -> None:
                 trained(cell, ids, kinds, updates)
                 for steps in options.steps:
                     x = ids[:steps, None]
-                    measure(f"{kind}{'' if updates else ', untrained'}", cell, x, options.repeats)
+                    measure(f"{kind}{'' if updates else ', untrained'}", cell, x, options.repeats, clock)
 
 
 if __name__ == "__main__":

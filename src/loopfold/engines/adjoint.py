@@ -45,8 +45,9 @@ class WayBack(torch.autograd.Function):
     def forward(ctx: Any, work: Work, whole: list[Tensor], pieces: list[Piece], *tensors: Tensor) -> Any:
         ctx.work = work
         # what is saved keeps the graphs of the pieces alive, and lets go of them when autograd does
-        inner = [t for piece in pieces for t in (*piece.given.tensors, *leaves(piece.out), *leaves(piece.ends))]
+        inner = [t for piece in pieces for t in (*piece.given.tensors, *leaves(piece.out))]
         ctx.save_for_backward(*inner, *tensors)
+        ctx.lengths = [piece.given.lengths for piece in pieces]
         ctx.set_materialize_grads(False)
         flows = [any(t.requires_grad for t in parts) for parts in zip(*(leaves(p.out) for p in pieces), strict=True)]
         ctx.mark_non_differentiable(*[leaf for leaf, flow in zip(whole, flows, strict=True) if not flow])
@@ -59,18 +60,19 @@ class WayBack(torch.autograd.Function):
         work, count = ctx.work, len(ctx.work.recurrence.tensors)
         saved = list(ctx.saved_tensors)
         tensors = saved[-(len(ctx.needs_input_grad) - 3) :]
-        states, outs = len(leaves(work.recurrence.state)), len(incoming)
-        each_piece = count + outs + states
+        each_piece = count + len(incoming)
         graphs = [
-            _Graph(own[:count], own[count : count + outs], own[count + outs :], tensors[count:])
-            for own in (saved[i * each_piece : (i + 1) * each_piece] for i in range(len(work.chunks.pieces)))
+            _Graph(own[:count], own[count:], tensors[count:], lengths)
+            for i, lengths in enumerate(ctx.lengths)
+            for own in [saved[i * each_piece : (i + 1) * each_piece]]
         ]
 
         def back(*arriving: Tensor | None) -> list[Tensor | None]:
             found = _backwards(work, graphs, arriving)
             return found if found is not None else _in_sequence(work, tensors, arriving)
 
-        results = each(back, incoming) if come_many(incoming) else back(*incoming)
+        with torch.no_grad():
+            results = each(back, incoming) if come_many(incoming) else back(*incoming)
         if torch.is_grad_enabled():
             sources = [t for t in (*tensors, *incoming) if t is not None and t.requires_grad]
             results = once("TimeParallel", results, sources)
@@ -79,17 +81,16 @@ class WayBack(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """A piece for autograd: from its tensors, and those of the module, to what it gave and to its ends."""
+    """A piece for autograd: from its tensors, and those of the module, to what it gave."""
 
     tensors: list[Tensor]
     out: list[Tensor]
-    ends: list[Tensor]
     parameters: list[Tensor]
+    lengths: Tensor | None = None  # [rows]
 
-    def back(self, incoming: Sequence[Tensor | None], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def back(self, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the tensors, then of the parameters."""
-        ways = zip((*self.out, *self.ends), (*incoming, *arriving), strict=True)
-        pairs = [(t, g) for t, g in ways if g is not None and t.requires_grad]
+        pairs = [(t, g) for t, g in zip(self.out, incoming, strict=True) if g is not None and t.requires_grad]
         sources = (*self.tensors, *self.parameters)
         wanted = [t for t in sources if t.requires_grad]
         if not pairs:
@@ -98,6 +99,19 @@ class _Graph:
         found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
         return [next(found) if t.requires_grad else None for t in sources]
 
+    def with_ends(self, incoming: list[Tensor | None], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What comes to all states, in which room is made for what arrives at the last ones."""
+        for i, g in enumerate(arriving, len(incoming) - len(arriving)):  # an output comes before the state
+            if g is None:
+                continue
+            whole = incoming[i] = torch.zeros_like(self.out[i]) if incoming[i] is None else incoming[i]
+            assert whole is not None
+            if self.lengths is None:
+                whole[-1] += g
+            else:
+                whole[self.lengths - 1, torch.arange(len(g), device=g.device)] += g
+        return incoming
+
 
 def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     """The gradients of the tensors of the recurrence and of the module, or None where they do not come to an end."""
@@ -105,8 +119,10 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
     inside = torch.arange(chunks.size, device=chunks.lengths.device)[:, None] < chunks.lengths
 
     def laid_out(g: Tensor) -> Tensor:
-        g = chunks.fold(g)
-        return g if chunks.even else torch.where(inside.view(*inside.shape, *[1] * (g.dim() - 2)), g, 0)
+        folded = chunks.fold(g)
+        if not chunks.even:
+            return torch.where(inside.view(*inside.shape, *[1] * (g.dim() - 2)), folded, 0)
+        return folded.clone() if folded.data_ptr() == g.data_ptr() else folded  # it will be added to
 
     folded = [None if g is None else laid_out(g) for g in incoming]
     totals: list[list[Tensor | None]] = [[None] * (len(g.tensors) + len(g.parameters)) for g in graphs]
@@ -118,7 +134,8 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
         begin, steps = chunks.pieces[p]
         if turn == len(graphs):
             folded = [None] * len(folded)  # what comes from outside has come to all pieces
-        found = graphs[p].back([None if g is None else g[begin : begin + steps] for g in folded], arriving)
+        given = [None if g is None else g[begin : begin + steps] for g in folded]
+        found = graphs[p].back(graphs[p].with_ends(given, arriving))
         totals[p] = [a if b is None else b if a is None else a + b for a, b in zip(totals[p], found, strict=True)]
         seams.backward_sweeps += steps / chunks.size
         starts = [
@@ -180,5 +197,4 @@ def _in_sequence(work: Work, tensors: list[Tensor], incoming: Sequence[Tensor | 
     own = [t.detach().requires_grad_(t.requires_grad) for t in tensors[:count]]
     with torch.enable_grad(), with_casts((), own[0].device):
         out = leaves(work.inner.run(replace(recurrence.on(own), memo={})))
-    graph = _Graph(own, out, [], tensors[count:])
-    return graph.back(incoming, [])
+    return _Graph(own, out, tensors[count:]).back(incoming)
