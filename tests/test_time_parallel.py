@@ -2,6 +2,7 @@
 
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -256,6 +257,31 @@ def test_numbers_that_are_not_finite_end_it() -> None:
         torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT, equal_nan=True)
         with torch.no_grad():
             cell.get_parameter("W")[0, 0] = torch.nan
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_gradients_that_are_not_finite_are_those_of_the_definition(bad: float) -> None:
+    cell, x = small(Leaking), randn(300, 2, 3)
+    weights = randn(300, 2, 5)
+    weights[170, 1, 2] = bad
+    results = []
+    for engine in (lf.Sequential(), lf.TimeParallel(chunk=100)):
+        own = x.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", lf.EngineWarning)
+            results.append(torch.autograd.grad(lf.unfold(cell, own, engine=engine).hidden, own, weights))
+    torch.testing.assert_close(results[1][0][:, 0], results[0][0][:, 0], rtol=EXACT, atol=EXACT)
+    assert torch.equal(results[1][0].isfinite(), results[0][0].isfinite())
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_chunks_of_a_step(chunk: int) -> None:
+    cell, engine = small(lf.Elman, 0.0), lf.TimeParallel(chunk=chunk)  # the state is what x says
+    assert_agrees(engine, cell, randn(20, 2, 3), [20, 9])
+    assert_side_by_side(engine)
+    hidden = lf.unfold(cell, randn(21, 2, 3), engine=engine).hidden
+    hidden *= 2.0  # it is the caller's own
+    hidden.sum().backward()
 
 
 # ------------------------------------------------------------------ refusals, modes, threads

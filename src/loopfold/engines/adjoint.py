@@ -129,6 +129,7 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
     scales: list[Any] = [0.0] * states
     arriving: list[Tensor | None] = [None] * states
     sizes: list[float] = []
+    seams.backward_sweeps = 0.0
     for turn in range(MOST * len(graphs)):
         p = -1 - turn % len(graphs)
         begin, steps = chunks.pieces[p]
@@ -145,7 +146,7 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
             s if g is None else torch.maximum(g, torch.as_tensor(s).to(g)) for s, g in zip(scales, starts, strict=True)
         ]
         shares = [g / torch.where(s == 0, 1, s) for g, s in zip(starts, scales, strict=True) if g is not None]
-        sizes.append(max((float(share.max()) for share in shares), default=0.0))
+        sizes.append(float(torch.stack([share.max() for share in shares]).max()) if shares else 0.0)  # or NaN
         first = turn < len(graphs) - 1
         if not first and sizes[-1] <= work.tolerance:
             seams.backward_agreed, seams.backward_defect = True, sizes[-1]

@@ -118,7 +118,7 @@ class Chunks:
                 place.zero_()
             else:
                 place.copy_(part.reshape(steps, self.count, *whole.shape[2:]).transpose(0, 1))
-        whole = whole.flatten(0, 1)[: self.recurrence.steps]
+        whole = whole.flatten(0, 1)[: self.recurrence.steps].data  # no view to autograd: it may be changed in place
         if self.recurrence.lengths is None:
             return whole
         zero = False if whole.dtype == torch.bool else 0
