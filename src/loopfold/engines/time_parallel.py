@@ -24,7 +24,7 @@ FIRST = 64  # steps of that measurement, before it is known whether more are nee
 SHORTEST = 32  # a tail
 TIMED = 256  # steps of a run that tells how fast a longer one is
 TAILS = 4  # a chunk is so many tails long, unless its size is given
-
+TOO_FEW = "there are too few steps for two chunks."
 
 _last = threading.local()
 
@@ -95,8 +95,8 @@ class TimeParallel(Engine):
             out = self._side_by_side(recurrence, Chunks(_detached(recurrence), self.inner, *plan), seams)
         if out is not None:
             return out
-        if seams.forgets is None or seams.chunks > 1:
-            _tell(recurrence, seams)
+        if seams.why != TOO_FEW:
+            _tell(recurrence)
         seams.chunks, seams.chunk = 1, recurrence.steps
         return self.inner.run(recurrence)
 
@@ -130,7 +130,7 @@ class TimeParallel(Engine):
         """How many steps a chunk has, and its tail; None where there is nothing to gain."""
         longest = recurrence.steps if recurrence.lengths is None else int(recurrence.lengths.max())
         if longest < 2 * (self.chunk or TAILS * SHORTEST):
-            seams.forgets, seams.why = 0, "there are too few steps for two chunks."
+            seams.why = TOO_FEW
             return None
         most = longest // (2 * TAILS) if self.chunk is None else min(longest // 2, MOST * self.chunk)
         seams.forgets = _forgets(_detached(recurrence), self.inner, most, self._tolerance(recurrence))
@@ -196,7 +196,7 @@ def _seconds(engine: Engine, recurrence: Recurrence) -> float:
     return min(times[1:])
 
 
-def _tell(recurrence: Recurrence, seams: Seams) -> None:
+def _tell(recurrence: Recurrence) -> None:
     warnings.warn(
         f"{name_of(recurrence.f)} was run in sequence: it does not forget soon enough for lf.TimeParallel(), whose "
         f"report says more.",
