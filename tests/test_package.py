@@ -16,7 +16,8 @@ MAP = re.findall(r"^    (\w+) {2,}\S", lf.__doc__ or "", re.MULTILINE)
 
 PUBLIC = """
     Transition Embedded Elman LSTM LSTMState LayerNormLSTM GRU MGU Uniform Orthogonal ScaledIdentity
-    step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU FusedGPU Auto Checkpointed
+    step_graph StepGraph Engine EngineWarning Recurrence Sequential Looped FusedCPU FusedGPU Auto
+    Checkpointed TimeParallel
     unfold Unfolding Stepper
     Recurrent Stacked Bidirectional VariationalDropout WeightDrop EmbeddingDropout from_torch to_torch
     Outputs Classes Reals Pick Feeding TeacherForcing FreeRunning ScheduledSampling Coin Ramp

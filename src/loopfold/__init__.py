@@ -17,7 +17,7 @@ The modules in the order in which data flows; each imports only from those above
     engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, writing, cache (what the
                      next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay, compiled;
                      looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
-                     auto; budget, pieces, checkpointed
+                     auto; around others: budget, pieces, checkpointed; chunks, adjoint, time_parallel
     unfolding        unfold(), Unfolding
     regularisers     dropout of inputs, weights and words: VariationalDropout, WeightDrop, EmbeddingDropout
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional

@@ -16,6 +16,7 @@ from loopfold.engines.fused_cpu import FusedCPU
 from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
+from loopfold.engines.time_parallel import TimeParallel
 from loopfold.errors import OptionError
 from loopfold.evaluation import Ledger, perplexity, token_losses
 from loopfold.exporting.export import export
@@ -164,6 +165,7 @@ __all__ = [
     "Subwords",
     "TeacherForcing",
     "Terminal",
+    "TimeParallel",
     "Tokens",
     "Tracked",
     "Transition",

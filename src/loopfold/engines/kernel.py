@@ -135,7 +135,11 @@ def each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | N
     torch._C._vmapmode_decrement_nesting()
     many = [None if g is None else torch._remove_batch_dim(g, level, 1, 0) for g in incoming]
     count = next(len(g) for g in many if g is not None)
-    rows = [back(*[None if g is None else g[i] for g in many]) for i in range(count)]
+    torch._C._vmapmode_decrement_nesting()  # each is one gradient, and may be looked at
+    try:
+        rows = [back(*[None if g is None else g[i] for g in many]) for i in range(count)]
+    finally:
+        torch._C._vmapmode_increment_nesting()
     columns = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
     return [None if column is None else torch._add_batch_dim(column, 0, level) for column in columns]
 

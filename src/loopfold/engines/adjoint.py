@@ -1,0 +1,201 @@
+"""The way back through chunks of time: what comes to the start of a chunk goes on from the end of the one before it."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopfold.casts import with_casts
+from loopfold.engines.base import Engine, EngineWarning, Recurrence
+from loopfold.engines.chunks import MOST, Chunks, Piece, Seams
+from loopfold.engines.kernel import each, once
+from loopfold.engines.selfcheck import come_many
+from loopfold.states import all_leaves, leaves, name_of
+from loopfold.surroundings import fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What the way back needs besides the graphs of the pieces."""
+
+    inner: Engine
+    recurrence: Recurrence
+    chunks: Chunks
+    tolerance: float
+    seams: Seams
+    marks: Any  # of the step, as it was
+
+
+def fingerprint_of(recurrence: Recurrence) -> Any:
+    assert isinstance(recurrence.f, nn.Module)
+    return fingerprint(recurrence.f)
+
+
+class WayBack(torch.autograd.Function):
+    """The states as they are; and back, the gradients of the chunks, until no more comes through a seam.
+
+    Gradients are linear in what arrives. So the first pass carries what comes to all states, with nothing at the ends
+    of chunks; each later one only what has come to the start of the chunk after; and all of them are summed up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, whole: list[Tensor], pieces: list[Piece], *tensors: Tensor) -> Any:
+        ctx.work = work
+        # what is saved keeps the graphs of the pieces alive, and lets go of them when autograd does
+        inner = [t for piece in pieces for t in (*piece.given.tensors, *leaves(piece.out))]
+        ctx.save_for_backward(*inner, *tensors)
+        ctx.lengths = [piece.given.lengths for piece in pieces]
+        ctx.set_materialize_grads(False)
+        flows = [any(t.requires_grad for t in parts) for parts in zip(*(leaves(p.out) for p in pieces), strict=True)]
+        ctx.mark_non_differentiable(*[leaf for leaf, flow in zip(whole, flows, strict=True) if not flow])
+        return tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> Any:
+        if all(g is None for g in incoming):
+            return (None,) * len(ctx.needs_input_grad)
+        work, count = ctx.work, len(ctx.work.recurrence.tensors)
+        saved = list(ctx.saved_tensors)
+        tensors = saved[-(len(ctx.needs_input_grad) - 3) :]
+        each_piece = count + len(incoming)
+        graphs = [
+            _Graph(own[:count], own[count:], tensors[count:], lengths)
+            for i, lengths in enumerate(ctx.lengths)
+            for own in [saved[i * each_piece : (i + 1) * each_piece]]
+        ]
+
+        def back(*arriving: Tensor | None) -> list[Tensor | None]:
+            found = _backwards(work, graphs, arriving)
+            return found if found is not None else _in_sequence(work, tensors, arriving)
+
+        with torch.no_grad():
+            results = each(back, incoming) if come_many(incoming) else back(*incoming)
+        if torch.is_grad_enabled():
+            sources = [t for t in (*tensors, *incoming) if t is not None and t.requires_grad]
+            results = once("TimeParallel", results, sources)
+        return (None, None, None, *results)
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """A piece for autograd: from its tensors, and those of the module, to what it gave."""
+
+    tensors: list[Tensor]
+    out: list[Tensor]
+    parameters: list[Tensor]
+    lengths: Tensor | None = None  # [rows]
+
+    def back(self, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the tensors, then of the parameters."""
+        pairs = [(t, g) for t, g in zip(self.out, incoming, strict=True) if g is not None and t.requires_grad]
+        sources = (*self.tensors, *self.parameters)
+        wanted = [t for t in sources if t.requires_grad]
+        if not pairs:
+            return [None] * len(sources)
+        outputs, gradients = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
+        return [next(found) if t.requires_grad else None for t in sources]
+
+    def with_ends(self, incoming: list[Tensor | None], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What comes to all states, in which room is made for what arrives at the last ones."""
+        for i, g in enumerate(arriving, len(incoming) - len(arriving)):  # an output comes before the state
+            if g is None:
+                continue
+            whole = incoming[i] = torch.zeros_like(self.out[i]) if incoming[i] is None else incoming[i]
+            assert whole is not None
+            if self.lengths is None:
+                whole[-1] += g
+            else:
+                whole[self.lengths - 1, torch.arange(len(g), device=g.device)] += g
+        return incoming
+
+
+def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The gradients of the tensors of the recurrence and of the module, or None where they do not come to an end."""
+    chunks, seams, states = work.chunks, work.seams, len(leaves(work.recurrence.state))
+    inside = torch.arange(chunks.size, device=chunks.lengths.device)[:, None] < chunks.lengths
+
+    def laid_out(g: Tensor) -> Tensor:
+        folded = chunks.fold(g)
+        if not chunks.even:
+            return torch.where(inside.view(*inside.shape, *[1] * (g.dim() - 2)), folded, 0)
+        return folded.clone() if folded.data_ptr() == g.data_ptr() else folded  # it will be added to
+
+    folded = [None if g is None else laid_out(g) for g in incoming]
+    totals: list[list[Tensor | None]] = [[None] * (len(g.tensors) + len(g.parameters)) for g in graphs]
+    scales: list[Any] = [0.0] * states
+    arriving: list[Tensor | None] = [None] * states
+    sizes: list[float] = []
+    seams.backward_sweeps = 0.0
+    for turn in range(MOST * len(graphs)):
+        p = -1 - turn % len(graphs)
+        begin, steps = chunks.pieces[p]
+        if turn == len(graphs):
+            folded = [None] * len(folded)  # what comes from outside has come to all pieces
+        given = [None if g is None else g[begin : begin + steps] for g in folded]
+        found = graphs[p].back(graphs[p].with_ends(given, arriving))
+        totals[p] = [a if b is None else b if a is None else a + b for a, b in zip(totals[p], found, strict=True)]
+        seams.backward_sweeps += steps / chunks.size
+        starts = [
+            None if g is None else g.view(chunks.count, chunks.batch, -1).abs().amax((0, 2)) for g in found[:states]
+        ]
+        scales = [
+            s if g is None else torch.maximum(g, torch.as_tensor(s).to(g)) for s, g in zip(scales, starts, strict=True)
+        ]
+        shares = [g / torch.where(s == 0, 1, s) for g, s in zip(starts, scales, strict=True) if g is not None]
+        sizes.append(float(torch.stack([share.max() for share in shares]).max()) if shares else 0.0)  # or NaN
+        first = turn < len(graphs) - 1
+        if not first and sizes[-1] <= work.tolerance:
+            seams.backward_agreed, seams.backward_defect = True, sizes[-1]
+            return _gathered(work, totals)
+        if turn >= 2 * len(graphs) - 1 and not sizes[-1] < sizes[-1 - len(graphs)] / 2:
+            break
+        arriving = found[:states]
+        if p == -len(graphs):  # from the start of a chunk to the end of the one before it
+            arriving = [None if g is None else chunks.before(g) for g in arriving]
+    seams.backward_agreed = False
+    return None
+
+
+def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | None]:
+    """The gradients of all pieces and chunks together, as the recurrence has its tensors."""
+    chunks, recurrence = work.chunks, work.recurrence
+    states, count = len(leaves(recurrence.state)), len(recurrence.tensors)
+    sequences = states + len(all_leaves(recurrence.x))
+    found: list[Tensor | None] = []
+    for i, parts in enumerate(zip(*totals, strict=True)):
+        there = [g for g in parts if g is not None]
+        if i < states:
+            found.append(None if parts[0] is None else parts[0][: chunks.batch])
+        elif not there:
+            found.append(None)
+        elif i < sequences:
+            found.append(chunks.unfold(parts))
+        elif i < count:
+            found.append(sum(there).view(chunks.count, chunks.batch, *there[0].shape[1:]).sum(0))
+        else:
+            found.append(sum(there))
+    return found
+
+
+def _in_sequence(work: Work, tensors: list[Tensor], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same gradients from a run in sequence, for steps whose gradients are not forgotten."""
+    recurrence, count = work.recurrence, len(work.recurrence.tensors)
+    if fingerprint_of(recurrence) != work.marks:
+        raise RuntimeError(
+            f"{name_of(recurrence.f)} was changed between its run and its gradients, which need another run. Change "
+            f"it after backward(), or use engine=lf.Auto()."
+        )
+    warnings.warn(
+        f"The gradients of {name_of(recurrence.f)} were computed by a run in sequence: they do not fade soon enough "
+        f"for lf.TimeParallel().",
+        EngineWarning,
+        stacklevel=2,
+    )
+    own = [t.detach().requires_grad_(t.requires_grad) for t in tensors[:count]]
+    with torch.enable_grad(), with_casts((), own[0].device):
+        out = leaves(work.inner.run(replace(recurrence.on(own), memo={})))
+    return _Graph(own, out, tensors[count:]).back(incoming)

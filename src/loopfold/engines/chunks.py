@@ -1,0 +1,191 @@
+"""Chunks of time, side by side as sequences of one batch; and whether each begins where the one before it ends.
+
+    one sequence, τ = 9, chunks of 3                 the same as a batch, whose rows are the chunks
+
+    x(1) x(2) x(3) | x(4) x(5) x(6) | x(7) …         x(1) x(2) x(3)    from state(0)
+                                                     x(4) x(5) x(6)    from a guess of state(3)
+                   ↑ a seam: state(3)                x(7) x(8) x(9)    from a guess of state(6)
+
+Of a batch of several sequences, row `k · batch + i` is chunk k of sequence i. A chunk that begins after its sequence's
+end is dead: it starts from state(0), as a sequence that has ended does in `Sequential`, and nothing is read of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.sequential import where_alive
+from loopfold.states import State, alive, at_end, detached, leaves, map_state, parted
+
+MOST = 8  # sweeps, or chunks over which a state may be remembered
+
+
+@dataclass(eq=False)
+class Seams:
+    """What a run of `TimeParallel` found: in how many sweeps its chunks came to agree, and how well.
+
+    A sweep is a run of all chunks; one of some chunks, or of some of their steps, counts for its share.
+    `defect` is the largest distance between the end of a chunk and the start of the next, as a share of the largest
+    number in the state; `backward_defect` the largest gradient at a seam that was not carried on, as a share of the
+    largest one there. Both are None where they were not measured.
+    """
+
+    agreed: bool = False  # whether the chunks were run side by side, and agreed; if not, it was run in sequence
+    why: str = ""  # it was not
+    chunks: int = 1
+    chunk: int = 0  # steps of one
+    forgets: int | None = None  # steps after which two states are one, as measured beforehand
+    sweeps: float = 0.0
+    defect: float | None = None
+    backward_agreed: bool | None = None  # None: no gradient has come back yet
+    backward_sweeps: float = 0.0
+    backward_defect: float | None = None
+
+
+def distance(a: State, b: State) -> Tensor:
+    """`[batch]`: how far two states are apart, measured by the largest number of each tensor of them, row by row.
+
+    >>> distance(torch.tensor([[4.0, 1.0], [0.0, 0.0]]), torch.tensor([[4.0, 2.0], [0.0, 0.0]]))
+    tensor([0.2500, 0.0000])
+    """
+    found = []
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        x, y = (t.reshape(len(t), -1) for t in (x, y))
+        share = torch.full((len(x),), torch.inf, device=x.device)  # of whole numbers, which are the same or are not
+        if x.is_floating_point() and x.shape[1]:
+            size = torch.maximum(x.abs(), y.abs()).amax(1)
+            share = torch.where(size.isfinite(), (x - y).abs().amax(1) / size, torch.inf)
+        found.append(torch.where((x == y).all(1), 0, share))
+    return torch.stack([share.to(found[0].dtype) for share in found]).amax(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What the inner engine gave for some steps of chunks, and the state at the end of each."""
+
+    given: Recurrence
+    out: State  # as an engine returns it
+    ends: State  # [rows, …]
+
+
+class Chunks:
+    """A recurrence cut into chunks of `size` steps; what is read is laid out once.
+
+    The last `tail` steps of the chunks are a piece by themselves, of which the start of the next chunk is found, and
+    through which alone a gradient comes that is forgotten on the way.
+    """
+
+    def __init__(self, recurrence: Recurrence, inner: Engine, size: int, tail: int) -> None:
+        self.recurrence, self.inner, self.size = recurrence, inner, size
+        start = leaves(recurrence.state)[0]
+        self.batch, self.count = len(start), -(-recurrence.steps // size)
+        self.rows = self.batch * self.count
+        self.pieces = [(0, size)] if tail >= size else [(0, size - tail), (size - tail, tail)]
+        lengths = recurrence.lengths
+        whole = torch.full((self.batch,), recurrence.steps) if lengths is None else lengths
+        begins = torch.arange(self.count, device=start.device)[:, None] * size
+        self.lengths = (whole.to(start.device) - begins).flatten()  # [rows], of each chunk; less than 1: it is dead
+        self.even = bool((self.lengths >= size).all())
+        self.start = map_state(self.repeated, recurrence.state)  # state(0), for every chunk
+        self.x = None if recurrence.x is None else map_state(self.fold, recurrence.x)
+        self.index = None if recurrence.index is None else self.fold(recurrence.index)
+        self.context = None if recurrence.context is None else map_state(self.repeated, recurrence.context)
+
+    # ---- the layout
+
+    def repeated(self, leaf: Tensor) -> Tensor:
+        """`[batch, …]` for every chunk: `[rows, …]`."""
+        return leaf.expand(self.count, *leaf.shape).reshape(self.rows, *leaf.shape[1:])
+
+    def fold(self, leaf: Tensor) -> Tensor:
+        """`[τ, batch, …]` as chunks side by side, `[size, rows, …]`; what is missing at the end is the first row."""
+        missing = self.count * self.size - len(leaf)
+        if missing:
+            leaf = torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
+        chunks = leaf.reshape(self.count, self.size, *leaf.shape[1:]).transpose(0, 1)
+        return chunks.reshape(self.size, self.rows, *leaf.shape[2:])
+
+    def unfold(self, parts: Sequence[Tensor | None]) -> Tensor:
+        """The pieces of chunks `[steps, rows, …]` as `[τ, batch, …]`; zero for None, and after a sequence's end."""
+        like = next(part for part in parts if part is not None)
+        whole = like.new_empty(self.count, self.size, self.batch, *like.shape[2:])
+        for part, (begin, steps) in zip(parts, self.pieces, strict=True):
+            place = whole[:, begin : begin + steps]
+            if part is None:
+                place.zero_()
+            else:
+                place.copy_(part.reshape(steps, self.count, *whole.shape[2:]).transpose(0, 1))
+        whole = whole.flatten(0, 1)[: self.recurrence.steps].data  # no view to autograd: it may be changed in place
+        if self.recurrence.lengths is None:
+            return whole
+        zero = False if whole.dtype == torch.bool else 0
+        return torch.where(alive(whole, self.recurrence.lengths), whole, zero)
+
+    # ---- runs
+
+    def part(self, begin: int, steps: int, starts: State, rows: Tensor | None = None) -> Recurrence:
+        """Some steps of all chunks, or of some of them, from a state for each; no gradient goes back from it."""
+
+        def cut(leaf: Tensor) -> Tensor:
+            leaf = leaf[begin : begin + steps]
+            return leaf if rows is None else leaf[:, rows]
+
+        def of(leaf: Tensor) -> Tensor:
+            return leaf if rows is None else leaf[rows]
+
+        lengths = None
+        if not self.even:
+            left = of(self.lengths) - begin
+            lengths = None if bool((left >= steps).all()) else left.clamp(1, steps)
+            starts = map_state(lambda s, s0: where_alive(left > 0, s, of(s0)), starts, self.start)
+        return replace(
+            self.recurrence,
+            x=None if self.x is None else map_state(cut, self.x),
+            steps=steps,
+            state=starts,
+            lengths=lengths,
+            context=None if self.context is None else map_state(of, self.context),
+            index=None if self.index is None else cut(self.index),
+            memo=dict(self.recurrence.memo),
+        )
+
+    def ends(self, begin: int, starts: State, rows: Tensor | None = None) -> State:
+        """The states in which the chunks end that are in `starts` before step `begin`; without a gradient."""
+        with torch.no_grad():
+            return self.ran(self.part(begin, self.size - begin, starts, rows)).ends
+
+    def ran(self, part: Recurrence) -> Piece:
+        out = self.inner.run(part)
+        return Piece(part, out, map_state(lambda leaf: at_end(leaf, part.lengths), parted(out, part.state)[1]))
+
+    def run(self, starts: State, track: Sequence[bool] | None = None) -> list[Piece]:
+        """All chunks from `starts`, piece by piece; with `track` each has a graph of its own for the way back.
+
+        It says which of the tensors of the recurrence a gradient goes to; one goes to the starts of chunks anyway.
+        """
+        found: list[Piece] = []
+        for begin, steps in self.pieces:
+            part = self.part(begin, steps, detached(found[-1].ends if found else starts))
+            if track is not None:
+                wanted = [*(t.is_floating_point() for t in leaves(starts)), *track[len(leaves(starts)) :]]
+                part = part.on(t.detach().requires_grad_(w) for t, w in zip(part.tensors, wanted, strict=True))
+            found.append(self.ran(part))
+        return found
+
+    # ---- seams
+
+    def after(self, ends: State) -> State:
+        """The start of each chunk, where the one before it ends in `ends`; the first starts from state(0)."""
+        return map_state(lambda s0, e: torch.cat([s0[: self.batch], e[: -self.batch]]), self.start, ends)
+
+    def before(self, starts: Tensor) -> Tensor:
+        """What comes to the end of each chunk, where this comes to the start of the next one; nothing to the last."""
+        return torch.cat([starts[self.batch :], torch.zeros_like(starts[: self.batch])])
+
+    def defects(self, starts: State, ends: State) -> Tensor:
+        """`[rows]`: how far each chunk starts from where the one before it ends; 0 for dead ones."""
+        apart = distance(starts, self.after(ends))
+        return torch.where(self.lengths > 0, apart, 0)
