@@ -38,7 +38,8 @@ The modules in the order in which data flows; each imports only from those above
     text             corpus, vocabulary, overlap, and tokens laid out as streams
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
-    evaluation       the perplexity ledger
+    evaluation       the perplexity ledger, and what a way to score a text is
+    ways             such ways: DynamicEvaluation, NeuralCache, Mixture
     training         options, cells, making; contents, stored, folder, packed (a run on disk), listing, checkpoint,
                      table, run; watching, guards, job, loop, rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches

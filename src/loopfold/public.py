@@ -16,7 +16,7 @@ from loopfold.engines.fused_gpu import FusedGPU
 from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.errors import OptionError
-from loopfold.evaluation import Ledger, perplexity, token_losses
+from loopfold.evaluation import Ledger, Way, perplexity, token_losses
 from loopfold.feeding import (
     Coin,
     Feeding,
@@ -79,6 +79,7 @@ from loopfold.transitions import (
     Uniform,
 )
 from loopfold.unfolding import Unfolding, unfold
+from loopfold.ways import DynamicEvaluation, Mixture, NeuralCache, gradient_rms, mixed_losses, mixture_weights
 from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "CorpusError",
     "Diverged",
     "Drawing",
+    "DynamicEvaluation",
     "Eigenvalues",
     "Elman",
     "Embedded",
@@ -122,7 +124,9 @@ __all__ = [
     "Level",
     "Looped",
     "MGU",
+    "Mixture",
     "NGramLM",
+    "NeuralCache",
     "Next",
     "OptionError",
     "Options",
@@ -170,6 +174,7 @@ __all__ = [
     "VectorToSequence",
     "Vocabulary",
     "Watcher",
+    "Way",
     "When",
     "WindowLM",
     "Wiring",
@@ -185,7 +190,10 @@ __all__ = [
     "from_torch",
     "generate",
     "gradient_flow",
+    "gradient_rms",
     "hidden_states",
+    "mixed_losses",
+    "mixture_weights",
     "open_run",
     "pack_run",
     "per_step_gradients",
