@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from loopfold.errors import OptionError
 from loopfold.language.base import Context, LanguageModel, Scored
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
@@ -296,7 +297,9 @@ def _carried(
 def hidden_of(model: LanguageModel, scored: Scored) -> Tensor:
     """What the readout of a model read."""
     if scored.hidden is None:
-        raise TypeError(f"a {type(model).__name__} has no hidden states to compare: a cache needs a recurrent network.")
+        raise OptionError(
+            f"a {type(model).__name__} has no hidden states, and a cache needs them: use a recurrent network."
+        )
     return scored.hidden.detach()
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from loopfold.errors import OptionError
 from loopfold.evaluation import Plain, Reading, Way, checked, evaluating, hidden_of
 from loopfold.language.base import LanguageModel
 from loopfold.language.ngram import NGramLM
@@ -153,7 +154,7 @@ def gradient_rms(
 def _trained(model: LanguageModel) -> list[Tensor]:
     found = [p.detach() for p in model.parameters() if p.requires_grad]
     if not found:
-        raise TypeError(f"a {type(model).__name__} has no weights that a gradient could change.")
+        raise OptionError(f"a {type(model).__name__} has no weights that a gradient could change.")
     return found
 
 
@@ -161,7 +162,7 @@ def _copy(model: LanguageModel) -> LanguageModel:
     try:
         return deepcopy(model)
     except Exception as error:
-        raise TypeError(f"dynamic evaluation changes a copy of the model, and it cannot be copied: {error}") from error
+        raise OptionError(f"dynamic evaluation changes a copy of the model, which cannot be made: {error}") from error
 
 
 # ------------------------------------------------------------------ a cache of the text
