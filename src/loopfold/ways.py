@@ -212,13 +212,13 @@ class NeuralCache(Way):
         losses, ids = found.losses.clone(), ids.to(h.device)  # the first, of an empty cache, is the model's
         rows = min(256, max(1, NUMBERS // min(self.size, len(ids))))
         for first in range(1, len(ids), rows):
-            t = torch.arange(first, min(first + rows, len(ids)), device=h.device)[:, None]
-            i = torch.arange(max(first - self.size, 0), first + len(t) - 1, device=h.device)
-            scores = (self.sharpness * h[first : first + len(t)]) @ h[i[0] : i[-1] + 1].T
+            end, oldest = min(first + rows, len(ids)), max(first - self.size, 0)
+            t, i = torch.arange(first, end, device=h.device)[:, None], torch.arange(oldest, end - 1, device=h.device)
+            scores = (self.sharpness * h[first:end]) @ h[oldest : end - 1].T
             inside = (i < t) & (i >= t - self.size)
-            all_of_them = scores.masked_fill_(~inside, -torch.inf).logsumexp(1)
+            every = scores.masked_fill_(~inside, -torch.inf).logsumexp(1)
             same = scores.masked_fill_(ids[t] != ids[i], -torch.inf).logsumexp(1)
-            losses[first : first + len(t)] = (all_of_them - same).double().cpu()
+            losses[first:end] = (every - same).double().cpu()
         return losses
 
     @staticmethod
@@ -362,7 +362,7 @@ def _reading(way: Way, model: LanguageModel, ids: Tensor, hidden: bool = False) 
 
 
 def _lowest(choices: list[W], start: W, loss: Callable[[W], float]) -> W:
-    """From `start` on to the neighbour of a smaller loss, until neither has one."""
+    """From `start` on to the neighbour of a smaller loss, until neither has one; down where all are infinite."""
     found: dict[int, float] = {}
 
     def at(i: int) -> float:
@@ -373,7 +373,7 @@ def _lowest(choices: list[W], start: W, loss: Callable[[W], float]) -> W:
 
     here = choices.index(start)
     while True:
-        best = min((i for i in (here, here - 1, here + 1) if 0 <= i < len(choices)), key=at)
+        best = min((i for i in (here - 1, here, here + 1) if 0 <= i < len(choices)), key=at)
         if best == here:
             return choices[here]
         here = best
