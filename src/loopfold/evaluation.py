@@ -98,7 +98,7 @@ class Way(ABC):
 
     @abstractmethod
     def read(self, model: LanguageModel, ids: Tensor, streams: int, window: int, hidden: bool = False) -> Reading:
-        """Score the text `ids [n]`; with `hidden`, keep what the readout read."""
+        """Score the text `ids [n]` with a model in its evaluation mode; with `hidden`, keep what the readout read."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ def perplexity(
     """
     language_model = as_language_model(model)
     ids = checked(tokens, language_model)
+    whole_number("perplexity", "streams", streams)
+    whole_number("perplexity", "window", window)
     shared = carried and processes.count > 1 and isinstance(way, Plain)
     if ids.dim() == 1 and not shared:
         of = tokens if isinstance(tokens, Tokens) else ids
         losses = token_losses(model, of, streams=streams, window=window, carried=carried, way=way)
         return Ledger.of(of, losses, carried=carried, way=way)
-    whole_number("perplexity", "streams", streams)
-    whole_number("perplexity", "window", window)
     _check_way(way, carried and ids.dim() == 1)
     with evaluating(language_model):
         if ids.dim() == 2:
