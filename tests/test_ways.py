@@ -122,7 +122,7 @@ def followed(model: nn.Module, ids: Tensor, way: lf.DynamicEvaluation) -> tuple[
                 else:
                     r = way.rms[k]
                     pull = torch.minimum(torch.ones_like(r), way.decay * r / mean)
-                    p.add_(-way.rate * g / (r + 0.1 * mean) + pull * (p_0 - p))
+                    p.add_(-way.rate * g / (r + mean) + pull * (p_0 - p))
     return torch.tensor(losses, dtype=torch.float64), torch.stack(hidden)
 
 
@@ -368,8 +368,8 @@ def test_a_text_that_repeats_itself_is_followed(trained: nn.Module) -> None:
     assert plain.perplexity > 19
     cache = lf.NeuralCache.tuned(trained, valid, size=100)
     assert lf.perplexity(trained, test, way=cache).perplexity < 0.7 * plain.perplexity
-    for scale in (None, rms):
-        dynamic = lf.DynamicEvaluation.tuned(trained, valid, rms=scale)
+    tuned = lf.DynamicEvaluation.tuned(trained, valid, decay=0.0, window=6, rms=rms)
+    for dynamic in (lf.DynamicEvaluation(1.0, window=6), tuned):
         assert lf.perplexity(trained, test, way=dynamic).perplexity < 0.8 * plain.perplexity
     ngram = lf.NGramLM(phrase.flip(0).repeat(3), 20, 3)
     mixture = lf.Mixture.tuned(trained, test[:60], [ngram])
@@ -392,7 +392,7 @@ def test_what_is_tuned_is_the_best_of_its_neighbours(trained: nn.Module) -> None
     assert lf.NeuralCache.tuned(trained, valid, size=60, sharpness=0.5).sharpness == 0.5
     dynamic = lf.DynamicEvaluation.tuned(trained, valid, decay=0.0)
     best = nll(dynamic) - 1e-6
-    assert all(best <= nll(replace(dynamic, rate=dynamic.rate * factor)) for factor in (1 / 3, 3))
+    assert all(best <= nll(replace(dynamic, rate=dynamic.rate * factor)) for factor in (0.5, 2))
     assert lf.DynamicEvaluation.tuned(trained, valid, rate=0.2, decay=0.1) == lf.DynamicEvaluation(0.2, 0.1)
     assert lf.DynamicEvaluation.tuned(trained, valid, rate=0.2).rate == 0.2
 

@@ -35,19 +35,19 @@ class DynamicEvaluation(Way):
     Each window is scored first. Then the gradient g of its mean loss moves the weights θ, which are drawn back to the
     trained ones, θ₀:
 
-        θ ← θ - rate g / (r + ε) + min(1, decay r / r̄) (θ₀ - θ)
+        θ ← θ - rate g / (r + r̄) + min(1, decay r / r̄) (θ₀ - θ)
 
-    Here r = `rms`, what `gradient_rms` finds on the training text, r̄ is its mean over all parameters, and ε = r̄ / 10.
-    Without `rms`, plain gradient descent: `θ ← θ - rate g + decay (θ₀ - θ)`. The text is one stream, and `window` its
-    steps between two changes. A copy of the model is changed, never the model itself.
+    Here r = `rms`, what `gradient_rms` finds on the training text, and r̄ is its mean over all parameters. Without
+    `rms`, plain gradient descent: `θ ← θ - rate g + decay (θ₀ - θ)`. The text is one stream, and `window` is the number
+    of its tokens between two changes. A copy of the model is changed, never the model itself.
 
     >>> print(DynamicEvaluation(rate=0.1, decay=0.001))
-    dynamic evaluation (rate 0.1, decay 0.001, window 5)
+    dynamic evaluation (rate 0.1, decay 0.001, window 20)
     """
 
     rate: float
     decay: float = 0.0
-    window: int = 5
+    window: int = 20
     rms: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class DynamicEvaluation(Way):
         mean = sum(float(r.double().sum()) for r in rms) / sum(r.numel() for r in rms)
         if not 0 < mean < math.inf:
             raise ValueError(f"rms must be positive finite numbers; their mean is {mean}.")
-        return [self.rate / (r + EPSILON * mean) for r in rms], [(r * (self.decay / mean)).clamp(max=1) for r in rms]
+        return [self.rate / (r + mean) for r in rms], [(r * (self.decay / mean)).clamp(max=1) for r in rms]
 
     @staticmethod
     def tuned(
@@ -106,12 +106,13 @@ class DynamicEvaluation(Way):
         *,
         rate: float | None = None,
         decay: float | None = None,
-        window: int = 5,
+        window: int = 20,
         rms: tuple[Tensor, ...] | None = None,
     ) -> "DynamicEvaluation":
         """With the rate, then the decay, that suit a text best; those given stay. It is read some ten times."""
         language_model, ids = _read(model, tokens)
-        start = DynamicEvaluation(RATE if rate is None else rate, decay or 0.0, window, rms)
+        likely = RATES[PLAIN if rms is None else SCALED]
+        start = DynamicEvaluation(likely if rate is None else rate, decay or 0.0, window, rms)
 
         def loss(way: DynamicEvaluation) -> float:
             try:
@@ -127,13 +128,13 @@ class DynamicEvaluation(Way):
         return best
 
 
-RATE, RATES = 1e-2, [3.0**k * 1e-2 for k in range(-8, 9)]
+RATES = [1e-4 * 2.0**k for k in range(-10, 21)]
+SCALED, PLAIN = 11, 20  # where among them the search begins: 0.0002 and 0.1
 DECAYS = [0.0, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
-EPSILON = 0.1
 
 
 def gradient_rms(
-    model: nn.Module, tokens: Tensor | Tokens, *, streams: int = 32, window: int = 5
+    model: nn.Module, tokens: Tensor | Tokens, *, streams: int = 32, window: int = 20
 ) -> tuple[Tensor, ...]:
     """√(mean of g²) for each parameter, over the gradients g of a training text's mean loss, window by window."""
     language_model, ids = _read(model, tokens)
@@ -180,7 +181,7 @@ class NeuralCache(Way):
     states of the whole text are in memory.
 
     >>> print(NeuralCache(500, weight=0.2, sharpness=0.3, over=DynamicEvaluation(0.1)))
-    neural cache (size 500, weight 0.2, sharpness 0.3) over dynamic evaluation (rate 0.1, decay 0, window 5)
+    neural cache (size 500, weight 0.2, sharpness 0.3) over dynamic evaluation (rate 0.1, decay 0, window 20)
     """
 
     size: int = 2000

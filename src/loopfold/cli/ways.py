@@ -30,7 +30,7 @@ DecayOption = Annotated[
     ),
 ]
 StepOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens between two changes; 5 by default.", rich_help_panel=PANEL)
+    int | None, typer.Option(min=1, help="Tokens between two changes; 20 by default.", rich_help_panel=PANEL)
 ]
 CacheOption = Annotated[
     bool,
@@ -59,7 +59,7 @@ ShareOption = Annotated[
 
 # Of each way, the settings that are tuned where they are not given, and the other, with its default.
 SETTINGS: dict[str, tuple[tuple[str, ...], str, int]] = {
-    "dynamic": (("dynamic_rate", "dynamic_decay"), "dynamic_window", 5),
+    "dynamic": (("dynamic_rate", "dynamic_decay"), "dynamic_window", 20),
     "cache": (("cache_weight", "cache_sharpness"), "cache_size", 2000),
     "mix_ngram": (("ngram_weight",), "ngram_order", 5),
 }

@@ -30,8 +30,6 @@ from loopfold.surroundings import global_hooks
 from loopfold.transitions import Embedded
 from loopfold.wiring import Readout, Wiring
 
-FEW = 16  # steps
-
 
 class RecurrentLM(LanguageModel):
     """`network`, made to predict each token from those before it: what it reads at step t is the token of step t-1.
@@ -125,19 +123,14 @@ class RecurrentLM(LanguageModel):
         return Written(tokens, best, Context(tokens[-1], run.last[0]))
 
     def _read(self, x: Tensor) -> Tensor | tuple[Tensor]:
-        """Tokens as `network` reads them in training, where words and numbers of them may be dropped.
-
-        Few steps run one by one, and each would have a gradient as large as the table: they are looked up all at once.
-        """
-        dropped = self.training and (self.input_dropout or self.embedding_dropout)
-        few = self.reads_tokens and len(x) < FEW and torch.is_grad_enabled()
-        if not dropped and not few:
+        """Tokens as `network` reads them in training, where words and numbers of them may be dropped."""
+        if not (self.training and (self.input_dropout or self.embedding_dropout)):
             return self.encode(x)
         embedding = next(module.embedding for module in self.network.modules() if isinstance(module, Embedded))
         rows = embedding(x)
-        if self.training and self.embedding_dropout:
+        if self.embedding_dropout:
             rows = rows * self.embedding_dropout(rows.new_ones(embedding.num_embeddings, 1))[x]
-        return (self.input_dropout(rows) if self.training and self.input_dropout else rows,)
+        return (self.input_dropout(rows) if self.input_dropout else rows,)
 
     def encode(self, x: Tensor) -> Tensor:
         """Tokens as `network` reads them; |V| is the start of a text."""
