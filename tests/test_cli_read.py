@@ -631,9 +631,10 @@ def test_weights_that_are_no_numbers_are_one_sentence(bad: float, here: Path) ->
 
 def test_outputs_that_are_no_numbers_are_one_sentence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "loopfold.evaluation._carried", lambda *_: mock.Mock(total=lambda: math.nan, nll=[], streams=mock.Mock(count=1))
+        "loopfold.evaluation.token_losses", lambda model, tokens, **_: torch.full((len(tokens),), math.nan)
     )
-    refused("the outputs of run are not finite numbers", "evaluate", "run")
+    for flags in ([], ["--per-token"], ["--json"]):
+        refused("the outputs of run are not finite numbers", "evaluate", "run", *flags)
 
 
 def test_a_beam_over_outputs_that_are_no_numbers() -> None:

@@ -29,6 +29,7 @@ PUBLIC = """
     bptt BPTT per_step_gradients StepGradients gradient_flow GradientFlow truncated_bptt eigenvalues Eigenvalues
     Corpus CorpusError read_corpus Tokens Vocabulary Characters Bytes Words Subwords
     LanguageModel Context Scored Next Processes RecurrentLM NGramLM WindowLM ConvolutionLM count_parameters
+    Way DynamicEvaluation NeuralCache Mixture gradient_rms mixed_losses mixture_weights
     Ledger perplexity token_losses Options OptionError preset Run RunError train resume open_run pack_run Watcher
     Terminal Stopped Diverged PolyakAverage
     fit Fit

@@ -38,7 +38,8 @@ The modules in the order in which data flows; each imports only from those above
     text             corpus, vocabulary, overlap, and tokens laid out as streams
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
-    evaluation       the perplexity ledger
+    evaluation       the perplexity ledger, and what a way to score a text is
+    ways             such ways: DynamicEvaluation, NeuralCache, Mixture
     exporting        a step without Python: program, texts, writing (what C and JavaScript share), c, javascript; stock,
                      onnx; export()
     training         options, cells, making; averaging, schedules; contents, stored, folder, packed (a run on disk),

@@ -1,16 +1,18 @@
 """The perplexity ledger: what a model makes of a text, as totals from which every figure follows."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from loopfold.engines.chunks import distance
-from loopfold.language.base import Context, LanguageModel
+from loopfold.errors import OptionError
+from loopfold.language.base import Context, LanguageModel, Scored
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
 from loopfold.states import alive, in_evaluation, leaves, map_state, whole_number
@@ -36,6 +38,22 @@ class Ledger:
     characters: int | None = None  # of the text that they stand for; white space is one, where words are tokens
     bytes: int | None = None  # the same in UTF-8
     carried: bool = True  # whether the state went through the whole text, or started again with every window
+    way: str = "plain"  # how it was scored, beyond that: figures of different ways are not of one model
+
+    @staticmethod
+    def of(tokens: Tensor | Tokens, losses: Tensor, *, carried: bool = True, way: "Way | str" = "plain") -> "Ledger":
+        """The ledger of a text `[n]` whose tokens have these losses, in nats: what `token_losses` gives, or a mixture.
+
+        >>> round(Ledger.of(torch.tensor([3, 1]), torch.tensor([1.0, 3.0])).perplexity, 4)  # exp(2)
+        7.3891
+        """
+        if losses.shape != (len(tokens),):
+            raise ValueError(f"{len(tokens)} tokens need as many losses; got {tuple(losses.shape)}.")
+        nll = math.fsum(losses.tolist())
+        if isinstance(tokens, Tokens):
+            text = (tokens.unit, tokens.unknown, tokens.characters, tokens.bytes)
+            return Ledger(nll, len(tokens), *text, carried, str(way))
+        return Ledger(nll, len(tokens), carried=carried, way=str(way))
 
     @property
     def nats_per_token(self) -> float:
@@ -69,6 +87,42 @@ class Ledger:
         return {name: None if name in infinite else value for name, value in figures.items()}
 
 
+class Reading(NamedTuple):
+    """What was found of each token of a text."""
+
+    losses: Tensor  # [n] float64, on the CPU
+    hidden: Tensor | None = None  # [n, size], what the readout read for it; None where that was not asked for
+
+
+class Way(ABC):
+    """How the tokens of a text are scored: each once, from those before it. `str(way)` is what a ledger calls it."""
+
+    @abstractmethod
+    def read(self, model: LanguageModel, ids: Tensor, streams: int, window: int, hidden: bool = False) -> Reading:
+        """Score the text `ids [n]` with a model in its evaluation mode; with `hidden`, keep what the readout read."""
+
+
+@dataclass(frozen=True)
+class Plain(Way):
+    """The model as it is: its weights stay, its state is carried, and nothing is mixed in."""
+
+    def __str__(self) -> str:
+        return "plain"
+
+    def read(self, model: LanguageModel, ids: Tensor, streams: int, window: int, hidden: bool = False) -> Reading:
+        found = _carried(model, ids, streams, window, Processes(), hidden)
+        losses, states = torch.empty(len(ids), dtype=torch.float64), None
+        for i, piece in enumerate(Streams(torch.arange(len(ids)), found.streams.count, window)):
+            inside = alive(piece.tokens, piece.lengths) if piece.lengths is not None else slice(None)
+            places = piece.tokens[inside]
+            losses[places] = found.nll[i][inside]
+            if hidden:
+                h = found.hidden[i]
+                states = h.new_empty(len(ids), h.shape[-1]) if states is None else states
+                states[places.to(h.device)] = h[inside if isinstance(inside, slice) else inside.to(h.device)]
+        return Reading(losses, states)
+
+
 def perplexity(
     model: nn.Module,
     tokens: Tensor | Tokens,
@@ -76,6 +130,7 @@ def perplexity(
     streams: int = 32,
     window: int = 128,
     carried: bool = True,
+    way: Way = Plain(),
     processes: Processes = Processes(),
 ) -> Ledger:
     """Score every token of a text exactly once, each from all the tokens before it.
@@ -84,6 +139,7 @@ def perplexity(
     `tokens`   what a vocabulary's `encode` gives, or whole numbers: `[n]`, or `[τ, batch]` for texts of equal length
     `streams`  how many parts of the text are read side by side; like `window`, it changes the time, not the value
     `carried`  False: the state starts again every `window` tokens, as for a model that sees only that much
+    `way`      the model as it is, by default; or `DynamicEvaluation`, a `NeuralCache`, a `Mixture`
 
     >>> from loopfold import Elman, SequenceToSequence
     >>> model = SequenceToSequence(Elman(8, 5), outputs=8)
@@ -92,14 +148,18 @@ def perplexity(
     8.0
     """
     language_model = as_language_model(model)
-    ids = _checked(tokens.ids if isinstance(tokens, Tokens) else tokens, language_model)
+    ids = checked(tokens, language_model)
     whole_number("perplexity", "streams", streams)
     whole_number("perplexity", "window", window)
+    shared = carried and processes.count > 1 and isinstance(way, Plain)
+    if ids.dim() == 1 and not shared:
+        of = tokens if isinstance(tokens, Tokens) else ids
+        losses = token_losses(model, of, streams=streams, window=window, carried=carried, way=way)
+        return Ledger.of(of, losses, carried=carried, way=way)
+    _check_way(way, carried and ids.dim() == 1)
     with evaluating(language_model):
         if ids.dim() == 2:
-            nll = _sum(_score(language_model, ids, window if not carried else len(ids)))
-        elif not carried:
-            nll = sum(_sum(_score(language_model, part, window)) for part in _pieces(ids, window, streams))
+            nll = math.fsum(torch.cat(_score(language_model, ids, len(ids) if carried else window)).flatten().tolist())
         else:
             nll = _carried(language_model, ids, streams, window, processes).total()
     if isinstance(tokens, Tokens):
@@ -108,33 +168,44 @@ def perplexity(
 
 
 def token_losses(
-    model: nn.Module, tokens: Tensor | Tokens, *, streams: int = 32, window: int = 128, carried: bool = True
+    model: nn.Module,
+    tokens: Tensor | Tokens,
+    *,
+    streams: int = 32,
+    window: int = 128,
+    carried: bool = True,
+    way: Way = Plain(),
 ) -> Tensor:
     """−log P of each token of a text `[n]`, in nats and float64: what `perplexity` sums, token by token.
 
     The arguments are those of `perplexity`. In memory are the losses, and |V| outputs for one window at a time.
     """
     language_model = as_language_model(model)
-    ids = _checked(tokens.ids if isinstance(tokens, Tokens) else tokens, language_model)
+    ids = checked(tokens, language_model)
     if ids.dim() != 1:
         raise ValueError(f"token_losses needs one text [n]; got {tuple(ids.shape)}.")
     whole_number("token_losses", "streams", streams)
     whole_number("token_losses", "window", window)
-    places, losses = torch.arange(len(ids)), torch.empty(len(ids), dtype=torch.float64)
+    _check_way(way, carried)
     with evaluating(language_model):
         if carried:
-            found = _carried(language_model, ids, streams, window, Processes())
-            for piece, nll in zip(Streams(places, found.streams.count, window), found.nll, strict=True):
-                inside = alive(piece.tokens, piece.lengths) if piece.lengths is not None else slice(None)
-                losses[piece.tokens[inside]] = nll[inside]
-        else:
-            pieces = zip(_pieces(ids, window, streams), _pieces(places, window, streams), strict=True)
-            for part, where in pieces:
-                losses[where] = torch.cat(_score(language_model, part, window))
+            return way.read(language_model, ids, streams, window).losses
+        places, losses = torch.arange(len(ids)), torch.empty(len(ids), dtype=torch.float64)
+        for part, where in zip(_pieces(ids, window, streams), _pieces(places, window, streams), strict=True):
+            losses[where] = torch.cat(_score(language_model, part, window))
     return losses
 
 
-def _checked(ids: Any, model: LanguageModel) -> Tensor:
+def _check_way(way: Way, carried: bool) -> None:
+    if not isinstance(way, Way):
+        raise TypeError(f"way must be an object such as lf.NeuralCache(); got {way!r}.")
+    if not carried and not isinstance(way, Plain):
+        raise ValueError(f"a {type(way).__name__} follows one text [n] from its beginning, so carried must be True.")
+
+
+def checked(tokens: Any, model: LanguageModel) -> Tensor:
+    """The tokens as whole numbers, all of which the model knows."""
+    ids = tokens.ids if isinstance(tokens, Tokens) else tokens
     if isinstance(ids, str):
         raise TypeError("tokens must be whole numbers; got a text. Type vocabulary.encode(text).")
     ids = torch.as_tensor(ids)
@@ -160,10 +231,6 @@ def _score(model: LanguageModel, ids: Tensor, window: int) -> list[Tensor]:
     return [model(part.to(context.last.device), context).nll.double().cpu() for part in ids.split(window)]
 
 
-def _sum(losses: list[Tensor]) -> float:
-    return sum(float(nll.sum()) for nll in losses)
-
-
 def _pieces(ids: Tensor, window: int, streams: int) -> Iterator[Tensor]:
     """A text in pieces of `window` tokens, `streams` of them at a time: `[window, ≤ streams]`; last, what is left."""
     whole = len(ids) // window * window
@@ -179,14 +246,17 @@ class _Carried:
 
     streams: Streams
     nll: list[Tensor]  # [τ, streams] float64
+    hidden: list[Tensor]  # [τ, streams, n] where they were asked for
     processes: Processes
 
     def total(self) -> float:
-        own = math.fsum(float(nll.sum()) for nll in self.nll)
+        own = math.fsum(number for nll in self.nll for number in nll.flatten().tolist())
         return float(self.processes.sum(torch.tensor(own, dtype=torch.float64)))
 
 
-def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes) -> _Carried:
+def _carried(
+    model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes, hidden: bool = False
+) -> _Carried:
     """The losses of one text whose state is carried from its first token to its last, computed in parallel streams.
 
     At first every stream begins cold. Then each begins again where the one before it has ended, and is read until the
@@ -201,6 +271,7 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
     device = cold.last.device
     starts = cold
     nll: list[Tensor] = [torch.zeros(())] * len(part)
+    states: list[Tensor] = [torch.zeros(())] * len(part)
     ends: list[Context | None] = [None] * min(len(part), KEPT)
     for _ in range(count):
         context = processes.share(starts)
@@ -208,6 +279,8 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
             piece = part[i]
             scored = model(piece.tokens.to(device), context, piece.lengths)
             nll[i] = scored.nll.double().cpu()
+            if hidden:
+                states[i] = hidden_of(model, scored)
             context = map_state(Tensor.clone, scored.context)  # not the states of all steps, of which it is a view
             if i < KEPT:
                 before, ends[i] = ends[i], context
@@ -219,7 +292,16 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
         if _same(shifted, starts):
             break
         starts = shifted
-    return _Carried(part, nll, processes)
+    return _Carried(part, nll, states, processes)
+
+
+def hidden_of(model: LanguageModel, scored: Scored) -> Tensor:
+    """What the readout of a model read."""
+    if scored.hidden is None:
+        raise OptionError(
+            f"a {type(model).__name__} has no hidden states, and a cache needs them: use a recurrent network."
+        )
+    return scored.hidden.detach()
 
 
 def _same(a: Context, b: Context) -> bool:

@@ -18,7 +18,7 @@ from loopfold.engines.looped import Looped
 from loopfold.engines.sequential import Sequential
 from loopfold.engines.time_parallel import TimeParallel
 from loopfold.errors import OptionError
-from loopfold.evaluation import Ledger, perplexity, token_losses
+from loopfold.evaluation import Ledger, Way, perplexity, token_losses
 from loopfold.exporting.export import export
 from loopfold.feeding import (
     Coin,
@@ -83,6 +83,7 @@ from loopfold.transitions import (
     Uniform,
 )
 from loopfold.unfolding import Unfolding, unfold
+from loopfold.ways import DynamicEvaluation, Mixture, NeuralCache, gradient_rms, mixed_losses, mixture_weights
 from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring
 
 __all__ = [
@@ -103,6 +104,7 @@ __all__ = [
     "CorpusError",
     "Diverged",
     "Drawing",
+    "DynamicEvaluation",
     "Eigenvalues",
     "Elman",
     "Embedded",
@@ -127,7 +129,9 @@ __all__ = [
     "Level",
     "Looped",
     "MGU",
+    "Mixture",
     "NGramLM",
+    "NeuralCache",
     "Next",
     "OptionError",
     "Options",
@@ -177,6 +181,7 @@ __all__ = [
     "VectorToSequence",
     "Vocabulary",
     "Watcher",
+    "Way",
     "When",
     "WindowLM",
     "Wiring",
@@ -193,7 +198,10 @@ __all__ = [
     "from_torch",
     "generate",
     "gradient_flow",
+    "gradient_rms",
     "hidden_states",
+    "mixed_losses",
+    "mixture_weights",
     "open_run",
     "pack_run",
     "per_step_gradients",

@@ -22,6 +22,22 @@ from loopfold.cli.base import (
     printable,
     writable,
 )
+from loopfold.cli.ways import (
+    CacheOption,
+    DecayOption,
+    DynamicOption,
+    MixOption,
+    OrderOption,
+    RateOption,
+    ShareOption,
+    SharpnessOption,
+    SizeOption,
+    StepOption,
+    WeightOption,
+    choose_way,
+    origin,
+    settings_to_tune,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,14 +72,30 @@ def evaluate(
     device: DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
+    dynamic: DynamicOption = False,
+    dynamic_rate: RateOption = None,
+    dynamic_decay: DecayOption = None,
+    dynamic_window: StepOption = None,
+    cache: CacheOption = False,
+    cache_size: SizeOption = None,
+    cache_weight: WeightOption = None,
+    cache_sharpness: SharpnessOption = None,
+    mix_ngram: MixOption = False,
+    ngram_order: OrderOption = None,
+    ngram_weight: ShareOption = None,
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
     from loopfold.errors import OptionError
-    from loopfold.evaluation import perplexity, token_losses
+    from loopfold.evaluation import Ledger, token_losses
     from loopfold.text.corpus import read_text
     from loopfold.training.run import open_run
 
-    if other and (on is not None or text):
+    typed = {"dynamic": dynamic, "dynamic_rate": dynamic_rate, "dynamic_decay": dynamic_decay}
+    typed |= {"dynamic_window": dynamic_window, "cache": cache, "cache_size": cache_size, "cache_weight": cache_weight}
+    typed |= {"cache_sharpness": cache_sharpness, "mix_ngram": mix_ngram}
+    typed |= {"ngram_order": ngram_order, "ngram_weight": ngram_weight}
+    missing = settings_to_tune(typed, cold)
+    if other and (on is not None or (text and not (dynamic or mix_ngram or missing))):
         raise OptionError("choose one: another text, or --on and --text for the run's own.")
     found = _finite(open_run(run, device, trust=trust, text=text or ()))
     if other:
@@ -71,29 +103,33 @@ def evaluate(
     else:
         on = on or found.corpus().part
         tokens = found.tokens(on)
-    sizes: dict[str, Any] = {"streams": streams, "window": window, "carried": not cold}
-    unfinished = found.standing.unfinished
-    if per_token and not as_json:
-        _print_losses(found, tokens, token_losses(found.model, tokens, **sizes))
-        return
-    ledger = perplexity(found.model, tokens, **sizes)
-    if math.isnan(ledger.nll):
+    try:
+        way, tuned_on = choose_way(found, tokens, typed, missing)
+        losses = token_losses(found.model, tokens, streams=streams, window=window, carried=not cold, way=way)
+    except FloatingPointError as error:
+        raise OptionError(str(error)) from error
+    if losses.isnan().any():
         raise _diverged(found, "outputs")
+    ledger = Ledger.of(tokens, losses, carried=not cold, way=way)
+    settings = None if ledger.way == "plain" else origin(tuned_on)
     if as_json:
+        unfinished = found.standing.unfinished
         data = ledger.as_json() | ({} if unfinished is None else {"unfinished": unfinished})
+        data |= {} if settings is None else {"tuned_on": tuned_on}
         if per_token:
-            losses = token_losses(found.model, tokens, **sizes).tolist()
-            pairs = enumerate(zip(map(found.vocabulary.token, tokens.ids.tolist()), losses, strict=True))
+            pairs = enumerate(zip(map(found.vocabulary.token, tokens.ids.tolist()), losses.tolist(), strict=True))
             data["per_token"] = [{"index": i, "token": token, "nats": nats} for i, (token, nats) in pairs]
         echo_json(data)
+    elif per_token:
+        _print_losses(found, tokens, losses)
+        if settings is not None:
+            echo(f"loopfold: scored by {ledger.way}, {settings}.", err=True)
     else:
-        echo(writable(_describe(ledger, " ".join(other or []) or str(on), window, _note(found))))
+        echo(writable(_describe(ledger, " ".join(other or []) or str(on), window, settings, _note(found))))
 
 
 def _print_losses(run: "Run", tokens: "Tokens", losses: "Tensor") -> None:
     """A line for each token, as they come: a text may be long. A token is a JSON string, so that it is one word."""
-    if losses.isnan().any():
-        raise _diverged(run, "outputs")
     for i, (number, nats) in enumerate(zip(tokens.ids.tolist(), losses.tolist(), strict=True)):
         sys.stdout.write(f"{i}\t{json.dumps(run.vocabulary.token(number))}\t{nats!r}\n")
     if note := _note(run):
@@ -122,12 +158,14 @@ def _diverged(run: "Run", what: str) -> Exception:
     )
 
 
-def _describe(ledger: "Ledger", text: str, window: int, note: str) -> str:
+def _describe(ledger: "Ledger", text: str, window: int, settings: str | None, note: str) -> str:
     state = "carried through the whole text" if ledger.carried else f"started again every {window} tokens"
     lines = [
         ("text", text),
         ("tokens scored", f"{ledger.tokens:,} ({ledger.unit}s), {ledger.unknown or 0:,} of them unknown"),
         ("state", state),
+        ("way", ledger.way),
+        *([] if settings is None else [("settings", settings)]),
         ("negative log likelihood", f"{ledger.nll:,.1f} nats"),
         ("perplexity", f"{ledger.perplexity:,.4f}"),
         ("nats per token", f"{ledger.nats_per_token:.4f}"),

@@ -118,7 +118,7 @@ class TimeParallel(Engine):
         lines = [
             f"  two states were one after {seams.forgets} steps, at {PLACES} places that were tried",
             f"  {seams.chunks} chunks of {size} steps side by side; about {sweeps:.3g} sweeps each way",
-            f"  forwards about {gain:.2g} times as fast as in sequence{'' if gain > 1 else ', so it does not pay here'}",
+            f"  forwards about {gain:.2g} times as fast as in sequence{', so it does not pay here' * (gain <= 1)}",
         ]
         return lines, self.inner, part
 

@@ -24,6 +24,7 @@ class Scored(NamedTuple):
     nll: Tensor  # [τ, batch], −log P(token | all before it) in nats; 0 after a text's end
     context: Context
     penalty: Tensor | None = None  # what training adds to the mean loss, if anything
+    hidden: Tensor | None = None  # [τ, batch, n], what the readout read for each token, where a model has a readout
 
     def loss(self, share: float) -> Tensor:
         """What training makes small: the sum of nll, of which `share` makes a mean, and the penalty."""

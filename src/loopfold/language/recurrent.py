@@ -94,7 +94,7 @@ class RecurrentLM(LanguageModel):
         else:
             nll = losses(readout(h), tokens, lengths)
         penalty = self.penalty(run.hidden, h, lengths) if self.training and self.penalty else None
-        return Scored(nll, Context(at_end(tokens, lengths), run.last), penalty)
+        return Scored(nll, Context(at_end(tokens, lengths), run.last), penalty, h)
 
     def next(self, context: Context) -> Next:
         run = self.network.recurrent(self.encode(context.last[None]), context.memory)

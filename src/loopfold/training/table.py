@@ -69,6 +69,11 @@ class Comparison:
     on: str
     rows: Sequence[Row]
 
+    def __post_init__(self) -> None:
+        found = sorted({row.ledger.way for row in self.rows})
+        if len(found) > 1:
+            raise ValueError(f"rows that were scored in different ways cannot be compared: {'; '.join(found)}.")
+
     def as_json(self) -> dict[str, Any]:
         return {"on": self.on, "rows": [row.as_json() for row in self.rows]}
 
@@ -76,7 +81,11 @@ class Comparison:
         """The row of a run, if it is of the run as it is now; several are told apart by where they were."""
         names = (name, f"{name} ({path.name})", f"{name} ({path.stem})")  # the last: it was packed since
         row = next((row for row in self.rows if row.name in names), None)
-        same = row is not None and math.isclose(_known(row.ledger.nll), _known(ledger.nll), rel_tol=1e-4)
+        same = (
+            row is not None
+            and row.ledger.way == ledger.way
+            and math.isclose(_known(row.ledger.nll), _known(ledger.nll), rel_tol=1e-4)
+        )
         return row if same else None
 
     def write(self, stored: StoredRun) -> None:
