@@ -13,7 +13,7 @@ from loopfold.language.base import Context, LanguageModel
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
 from loopfold.states import alive, in_evaluation, leaves, map_state, whole_number
-from loopfold.text.streams import Streams
+from loopfold.text.streams import WHOLE, Streams
 from loopfold.text.vocabulary import Tokens
 
 KEPT = 256  # windows of a text whose ends are remembered, to see whether a state has settled
@@ -139,11 +139,13 @@ def _checked(ids: Any, model: LanguageModel) -> Tensor:
     ids = torch.as_tensor(ids)
     if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
         raise ValueError(f"tokens must be whole numbers, [n] or [τ, batch]; got {ids.dtype} {tuple(ids.shape)}.")
-    if int(ids.min()) < 0 or int(ids.max()) >= model.vocabulary_size:
+    whole = ids.cpu().numpy()  # torch has no min of uint16
+    if int(whole.min()) < 0 or int(whole.max()) >= model.vocabulary_size:
         raise ValueError(
-            f"tokens run from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {model.vocabulary_size - 1}."
+            f"tokens run from {int(whole.min())} to {int(whole.max())}; the model knows 0 to "
+            f"{model.vocabulary_size - 1}."
         )
-    return ids.long()
+    return ids if ids.dtype in WHOLE else ids.long()
 
 
 @contextmanager
@@ -156,7 +158,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _score(model: LanguageModel, ids: Tensor, window: int) -> list[Tensor]:
     """The losses of texts `[τ, batch]`, each by itself, with a new start every `window` tokens."""
     context = model.initial_context(ids.shape[1])
-    return [model(part.to(context.last.device), context).nll.double().cpu() for part in ids.split(window)]
+    return [model(part.to(context.last.device).long(), context).nll.double().cpu() for part in ids.split(window)]
 
 
 def _sum(losses: list[Tensor]) -> float:
