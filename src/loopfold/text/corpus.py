@@ -25,7 +25,7 @@ from loopfold.text.long import LARGE, Gathering, Read, Text, size_of, tell, utf8
 
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
-_READ = 1 << 20  # bytes at a time
+_READ = 1 << 18  # bytes at a time
 _STDIN = "standard input"
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # by which module of Python; some builds lack the last two
 # what files begin with that are no text, and are not to be converted by iconv
@@ -298,7 +298,8 @@ def _decode(raw: Iterator[bytes], name: str) -> Iterator[str]:
         if read == len(piece):
             text = text.removeprefix("\ufeff")
         held = "\r" if piece and text.endswith("\r") else ""  # half of a line end, perhaps
-        yield text.removesuffix(held).replace("\r\n", "\n").replace("\r", "\n")
+        text = text.removesuffix(held)
+        yield text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     if nul >= 0:
         why = f"it is {kind}" if (kind := _kind(begin)) else f"byte {nul} is NUL"
         raise CorpusError(f"{name} is not text: {why}. Name a text file in UTF-8.")

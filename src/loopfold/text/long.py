@@ -81,8 +81,8 @@ class _Kept:
         self.file, self.lock = file, Lock()
         self.characters, self.bytes = [0], [0]
 
-    def write(self, piece: str) -> None:
-        utf8 = piece.encode()
+    def write(self, length: int, utf8: bytes) -> None:
+        """One more piece, of `length` characters."""
         try:
             self.file.write(utf8)
             self.file.flush()
@@ -92,7 +92,7 @@ class _Kept:
             memory.seek(0, io.SEEK_END)
             memory.write(utf8)
             self.file = memory
-        self.characters.append(self.characters[-1] + len(piece))
+        self.characters.append(self.characters[-1] + length)
         self.bytes.append(self.bytes[-1] + len(utf8))
 
     def read(self, first: int, last: int) -> bytes:
@@ -118,21 +118,18 @@ class Gathering:
         self._size, self._last = 0, ""
 
     def add(self, piece: str) -> None:
-        if not piece:
-            return
-        self._last = piece[-1]
-        self._size += len(piece.encode())
-        if self._kept is None:
-            self._pieces.append(piece)
-            if self._size < LARGE:
-                return
-            self._kept = _Kept(_unnamed_file())
-            pieces, self._pieces = self._pieces, []
-        else:
-            pieces = [piece]
-        for text in pieces:
-            for cut in cuts(text):
-                self._kept.write(cut)
+        for cut in cuts(piece):
+            utf8 = cut.encode()
+            self._size += len(utf8)
+            if self._kept is not None:
+                self._kept.write(len(cut), utf8)
+                continue
+            self._pieces.append(cut)
+            if self._size >= LARGE:
+                self._kept, pieces, self._pieces = _Kept(unnamed_file()), self._pieces, []
+                for held in pieces:
+                    self._kept.write(len(held), held.encode())
+        self._last = piece[-1:] or self._last
 
     def end_line(self) -> None:
         """What comes next begins on a line of its own."""
@@ -145,7 +142,7 @@ class Gathering:
         return LongText(self._kept, 0, self._kept.characters[-1])
 
 
-def _unnamed_file() -> IO[bytes]:
+def unnamed_file() -> IO[bytes]:
     """A file without a name, in the cache folder, or where temporary files go; in memory if nothing can be written."""
     for place in (cache_folder, lambda: Path(tempfile.gettempdir())):
         try:
