@@ -1,7 +1,7 @@
 """The perplexity ledger: what a model makes of a text, as totals from which every figure follows."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -100,7 +100,7 @@ def perplexity(
         elif not carried:
             nll = sum(_sum(_score(language_model, part, window)) for part in _pieces(ids, window, streams))
         else:
-            nll = _carried(language_model, ids, streams, window, processes).total()
+            nll = _carried(language_model, ids, streams, window, processes, Tensor.sum).total()
     if isinstance(tokens, Tokens):
         return Ledger(nll, len(ids), tokens.unit, tokens.unknown, tokens.characters, tokens.bytes, carried)
     return Ledger(nll, ids.numel(), carried=carried)
@@ -179,7 +179,7 @@ class _Carried:
     """The losses of this process's streams, window by window."""
 
     streams: Streams
-    nll: list[Tensor]  # [τ, streams] float64
+    nll: list[Tensor]  # [τ, streams] float64, or their sum
     processes: Processes
 
     def total(self) -> float:
@@ -187,7 +187,14 @@ class _Carried:
         return float(self.processes.sum(torch.tensor(own, dtype=torch.float64)))
 
 
-def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes) -> _Carried:
+def _carried(
+    model: LanguageModel,
+    ids: Tensor,
+    streams: int,
+    window: int,
+    processes: Processes,
+    kept: Callable[[Tensor], Tensor] = lambda nll: nll,
+) -> _Carried:
     """The losses of one text whose state is carried from its first token to its last, computed in parallel streams.
 
     At first every stream begins cold. Then each begins again where the one before it has ended, and is read until the
@@ -208,7 +215,7 @@ def _carried(model: LanguageModel, ids: Tensor, streams: int, window: int, proce
         for i in range(len(part)):
             piece = part[i]
             scored = model(piece.tokens.to(device), context, piece.lengths)
-            nll[i] = scored.nll.double().cpu()
+            nll[i] = kept(scored.nll.double().cpu())
             context = map_state(Tensor.clone, scored.context)  # not the states of all steps, of which it is a view
             if i < KEPT:
                 before, ends[i] = ends[i], context

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
+from weakref import finalize
 
 from loopfold.files import cache_folder
 
@@ -79,6 +80,7 @@ class _Kept:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.lock = file, Lock()
+        finalize(self, file.close)
         self.characters, self.bytes = [0], [0]
 
     def write(self, length: int, utf8: bytes) -> None:
