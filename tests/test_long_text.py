@@ -96,6 +96,11 @@ def test_a_long_text_is_cut_as_a_str_is(text: str, data: st.DataObject) -> None:
         part = found.part(start, end)
         assert isinstance(part, str) == (len(text[start:end].encode()) < 64)
         assert part[:] == text[start:end]
+        assert long_text(text) == found != long_text(text + "x")
+        no_str: Any = found
+        for wrong in (lambda: no_str[3], lambda: "x" in no_str, lambda: [*no_str], lambda: no_str[::2]):
+            with pytest.raises(TypeError, match=r"is no str: cut what you need, as in text\[:1000\]"):
+                wrong()
 
 
 def _lines(text: str, size: int) -> Iterator[str]:
@@ -295,7 +300,7 @@ def test_tokens_that_no_file_can_keep_stay_in_memory(
     request: pytest.FixtureRequest,
     trouble: str,
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     text, vocabulary = long_text(TEXT), lf.Words.of(TEXT)
@@ -303,7 +308,8 @@ def test_tokens_that_no_file_can_keep_stay_in_memory(
         (cache / "tokens").write_text("")
         request.addfinalizer((cache / "tokens").unlink)
     else:
-        monkeypatch.setattr(tokens.os, "fsync" if trouble == "a full disk" else "replace", full)
+        owner, name = (tokens.Path, "open") if trouble == "a full disk" else (tokens.os, "replace")
+        monkeypatch.setattr(owner, name, full)
     found = vocabulary.encode(text)
     assert found.ids.tolist() == vocabulary.encode(TEXT).ids.tolist()
     assert "the tokens of a long text are kept in memory, since their file cannot be" in caplog.text
@@ -314,13 +320,13 @@ def test_tokens_that_no_file_can_keep_stay_in_memory(
 def test_token_files_that_were_used_last_stay(cache: Path, all_long: None, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache / "tokens"
     folder.mkdir()
-    for age, name in enumerate(("new.tokens", "old.tokens", "left.new", "older.tokens", "other.txt")):
+    for age, name in enumerate(("new.tokens", "old.tokens", "left.new", "older.tokens")):
         (folder / name).write_bytes(bytes(1000))
         os.utime(folder / name, (time.time() - 90_000 * age, time.time() - 90_000 * age))
     monkeypatch.setattr(tokens, "KEPT", len(TEXT) + 1500)
     lf.Characters.of(TEXT).encode(long_text(TEXT))
-    assert {path.name for path in folder.iterdir() if len(path.name) < 20} == {"new.tokens", "other.txt"}
-    assert len([*folder.iterdir()]) == 3
+    assert {path.name for path in folder.iterdir() if len(path.name) < 20} == {"new.tokens"}
+    assert len([*folder.iterdir()]) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])

@@ -37,10 +37,16 @@ class LongText:
     def __len__(self) -> int:
         return self._end - self._start
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LongText) and (self.size, self.sha256) == (other.size, other.sha256)
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
     def __getitem__(self, places: slice) -> str:
-        start, end, step = places.indices(len(self))
+        start, end, step = places.indices(len(self)) if isinstance(places, slice) else (0, 0, None)
         if step != 1:
-            raise ValueError(f"a long text is cut as text[a:b]; got a step of {step}.")
+            raise TypeError(f"a text of {self.size / 1e6:,.0f} MB is no str: cut what you need, as in text[:1000].")
         first, last = (self._kept.byte_at(self._start + place) for place in (start, max(start, end)))
         return self._kept.read(first, last).decode()
 
@@ -86,21 +92,28 @@ class _Kept:
     def write(self, length: int, utf8: bytes) -> None:
         """One more piece, of `length` characters."""
         try:
-            self.file.write(utf8)
-            self.file.flush()
+            self._write(utf8)
         except OSError as error:  # the disk is full
             _log.warning("a long text is kept in memory, since its file cannot be written: %s", error)
-            memory = io.BytesIO(self.read(0, self.bytes[-1]))
-            memory.seek(0, io.SEEK_END)
-            memory.write(utf8)
-            self.file = memory
+            self.file = io.BytesIO(self.read(0, self.bytes[-1]))
+            self._write(utf8)
         self.characters.append(self.characters[-1] + length)
         self.bytes.append(self.bytes[-1] + len(utf8))
 
+    def _write(self, utf8: bytes) -> None:
+        self.file.seek(self.bytes[-1])
+        left = memoryview(utf8)
+        while left:  # a file without a buffer may take less than it is given
+            left = left[self.file.write(left) :]
+
     def read(self, first: int, last: int) -> bytes:
+        pieces = []
         with self.lock:
             self.file.seek(first)
-            return self.file.read(last - first)
+            while first < last and (piece := self.file.read(last - first)):
+                pieces.append(piece)
+                first += len(piece)
+        return b"".join(pieces)
 
     def byte_at(self, character: int) -> int:
         """Where a character begins."""
@@ -150,7 +163,7 @@ def unnamed_file() -> IO[bytes]:
         try:
             folder = place()
             folder.mkdir(parents=True, exist_ok=True)
-            return tempfile.TemporaryFile(dir=folder)
+            return tempfile.TemporaryFile(buffering=0, dir=folder)
         except (OSError, RuntimeError) as error:  # read-only, or there is no home
             reason = error
     _log.warning("a long text is kept in memory, since no file can be written: %s", reason)

@@ -2,7 +2,7 @@
 
 Token files are in the folder `tokens` of the cache (`LOOPFOLD_CACHE`, or the user's cache folder), each under a name
 that follows from the text and the vocabulary. Nothing needs them: one that is missing or damaged is made again. Where
-they take more than 20 GB, those that were used last stay. A file is
+they take more than 20 GB, those go first that were used longest ago, but none that was used today. A file is
 
     the ids, in the smallest integers that hold the vocabulary (uint8, uint16 or int32, little-endian)
     a line of JSON: how many they are, and what a ledger counts
@@ -30,7 +30,7 @@ from torch import Tensor
 from loopfold.files import cache_folder
 
 KEPT = 20 * 10**9  # bytes of token files
-_DAY = 86400.0  # seconds after which a file that was not finished is given up
+_DAY = 86400.0  # seconds
 _READ = 1 << 20
 _END = 8 + 32
 
@@ -90,7 +90,7 @@ def in_file(name: str, unit: str, size: int, pieces: Callable[[], Iterator[Encod
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, unit, dtype, pieces())
             found = _read(path, unit, dtype)
-            _sweep(path)
+            _sweep(path.parent)
         if found is not None:
             return found
         reason = "it was damaged as soon as it was written"
@@ -118,9 +118,7 @@ def _write(path: Path, unit: str, dtype: np.dtype[Any], pieces: Iterator[Encoded
             line = json.dumps(about).encode()
             write(line)
             write(len(line).to_bytes(8, "little"))
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
+            file.write(digest.digest())  # and no fsync: what a crash has torn is found by this
         os.replace(new, path)
     except BaseException:
         with suppress(OSError):
@@ -164,13 +162,12 @@ def _about(file: IO[bytes]) -> dict[str, Any] | None:
     return json.loads(file.read(length))
 
 
-def _sweep(new: Path) -> None:
+def _sweep(folder: Path) -> None:
     """Remove what was used longest ago, where there is too much, and what a process that was killed has left."""
     with suppress(OSError):
-        files = sorted(((file.stat(), file) for file in new.parent.iterdir()), key=lambda f: -f[0].st_mtime)
+        files = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda f: -f[0].st_mtime)
         total = 0
         for about, file in files:
             total += about.st_size
-            unfinished = file.suffix == ".new" and time.time() - about.st_mtime > _DAY
-            if unfinished or (file.suffix == ".tokens" and total > KEPT and file != new):
+            if time.time() - about.st_mtime > _DAY and (file.suffix == ".new" or total > KEPT):
                 file.unlink(missing_ok=True)
