@@ -162,7 +162,7 @@ def _reading() -> Iterator[None]:
         yield
         return
     live = sys.stderr.isatty()
-    shown = time.monotonic()
+    begun = shown = time.monotonic()
 
     def show(doing: str, done: int, of: int) -> None:
         nonlocal shown
@@ -175,8 +175,12 @@ def _reading() -> Iterator[None]:
             sys.stderr.write(f"\r\x1b[K{'' if ended else line}" if live else line + "\n")
             sys.stderr.flush()
 
-    with telling(show):
-        yield
+    try:
+        with telling(show):
+            yield
+    finally:
+        if live and shown > begun:
+            show("", 0, 0)  # what is said next has a line of its own
 
 
 @contextmanager

@@ -217,7 +217,9 @@ class Counted:
         self._k, self._contexts, self.kinds = 0, 0, 0
 
     def orders(self, n: int) -> list[_Order]:
-        """Those of the model of order n; n must not fall from call to call."""
+        """Those of the model of order n, which does not fall from call to call."""
+        if n < self._k:
+            raise ValueError(f"the text is counted up to order {self._k} already; got order {n}.")
         if n and not self._k:
             self._begin()
         while self._k < n:
@@ -296,9 +298,7 @@ def _array(size: int) -> NDArray[Any]:
     dtype = np.dtype(np.int32 if size < 1 << 31 else np.int64)
     if size >= LARGE and hasattr(os, "posix_fallocate"):
         with contextlib.suppress(OSError), unnamed_file() as file:
-            os.posix_fallocate(
-                file.fileno(), 0, size * dtype.itemsize
-            )  # not when it is written to: that would be fatal
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # a full disk is fatal to who writes to a map
             return np.memmap(file, dtype, "r+", shape=(size,))
     return np.zeros(size, dtype)
 
