@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from importlib.metadata import version
 from itertools import islice, pairwise
 from types import ModuleType
 from typing import Any, ClassVar
@@ -37,23 +38,19 @@ class Vocabulary(ABC):
     unknown: ClassVar[int | None] = None  # the id of <unk>; None where nothing can be unknown
     reads_unknown: ClassVar[bool] = False  # whether a model learns what follows <unk>, so that it may read it
     end: ClassVar[int | None] = None  # the id of <eos>, the end of a line
+    library: ClassVar[str | None] = None  # what encodes, where that is not our own
 
     def encode(self, text: Text) -> Tokens:
         """The tokens of a text; of a long one they are in a file that is made once."""
         if isinstance(text, str):
             return in_memory(self.unit, self._encoded(text))
-        made_by = json.dumps(self.as_json()), self._encoder, unidata_version, "1"
+        made_by = json.dumps(self.as_json()), version(self.library) if self.library else "", unidata_version, "1"
         name = sha256("\n".join([text.sha256, *made_by]).encode()).hexdigest()
         return in_file(name, self.unit, self.size, lambda: self._encoded(text))
 
     @abstractmethod
     def _encoded(self, text: Text) -> Iterator[Encoded]:
         """The same piece by piece."""
-
-    @property
-    def _encoder(self) -> str:
-        """The version of what encodes, where that is not our own."""
-        return ""
 
     def beginning(self, text: str) -> Tensor:
         """The tokens of a text that goes on `[n]`: a line that is not at its end yet has no `<eos>`."""
@@ -345,6 +342,7 @@ class Subwords(OfBytes):
 
     model: str = field(repr=False)  # as the tokenizers library writes it
     unit: ClassVar[str] = "subword"
+    library: ClassVar[str | None] = "tokenizers"
 
     @classmethod
     def of(cls, text: Text, size: int = 2000) -> "Subwords":
@@ -399,11 +397,6 @@ class Subwords(OfBytes):
         byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
         id_of: dict[str, int] = self._pairs["vocab"]
         return [bytes(byte_of[letter] for letter in token) for token in sorted(id_of, key=id_of.__getitem__)]
-
-    @property
-    def _encoder(self) -> str:
-        version: str = _library().__version__
-        return version
 
     def _encoded(self, text: Text) -> Iterator[Encoded]:
         def encoded(piece: str) -> Encoded:
