@@ -35,7 +35,7 @@ The modules in the order in which data flows; each imports only from those above
     backpropagation  the book's gradients by hand; truncated back-propagation
     gradients        the share of each step; how far gradients reach
     spectrum         the eigenvalues of W
-    text             corpus, vocabulary, overlap, and tokens laid out as streams
+    text             long (text in a file), corpus, tokens (and their files), vocabulary, overlap, streams
     language         P(token | the tokens before it): base, recurrent, ngram, window
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger, and what a way to score a text is

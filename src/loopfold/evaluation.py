@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from loopfold.language.base import Context, LanguageModel, Scored
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
 from loopfold.states import alive, in_evaluation, leaves, map_state, whole_number
-from loopfold.text.streams import Streams
+from loopfold.text.streams import WHOLE, Streams
 from loopfold.text.vocabulary import Tokens
 
 KEPT = 256  # windows of a text whose ends are remembered, to see whether a state has settled
@@ -110,7 +110,7 @@ class Plain(Way):
         return "plain"
 
     def read(self, model: LanguageModel, ids: Tensor, streams: int, window: int, hidden: bool = False) -> Reading:
-        found = _carried(model, ids, streams, window, Processes(), hidden)
+        found = _carried(model, ids, streams, window, Processes(), hidden=hidden)
         losses, states = torch.empty(len(ids), dtype=torch.float64), None
         for i, piece in enumerate(Streams(torch.arange(len(ids)), found.streams.count, window)):
             inside = alive(piece.tokens, piece.lengths) if piece.lengths is not None else slice(None)
@@ -151,17 +151,18 @@ def perplexity(
     ids = checked(tokens, language_model)
     whole_number("perplexity", "streams", streams)
     whole_number("perplexity", "window", window)
-    shared = carried and processes.count > 1 and isinstance(way, Plain)
-    if ids.dim() == 1 and not shared:
+    _check_way(way, carried and ids.dim() == 1)
+    if not isinstance(way, Plain):
         of = tokens if isinstance(tokens, Tokens) else ids
         losses = token_losses(model, of, streams=streams, window=window, carried=carried, way=way)
         return Ledger.of(of, losses, carried=carried, way=way)
-    _check_way(way, carried and ids.dim() == 1)
-    with evaluating(language_model):
+    with evaluating(language_model):  # of a long text, the losses of all tokens would not fit in memory
         if ids.dim() == 2:
-            nll = math.fsum(torch.cat(_score(language_model, ids, len(ids) if carried else window)).flatten().tolist())
+            nll = _sum(_score(language_model, ids, len(ids) if carried else window))
+        elif carried:
+            nll = _carried(language_model, ids, streams, window, processes, Tensor.sum).total()
         else:
-            nll = _carried(language_model, ids, streams, window, processes).total()
+            nll = math.fsum(_sum(_score(language_model, part, window)) for part in _pieces(ids, window, streams))
     if isinstance(tokens, Tokens):
         return Ledger(nll, len(ids), tokens.unit, tokens.unknown, tokens.characters, tokens.bytes, carried)
     return Ledger(nll, ids.numel(), carried=carried)
@@ -189,7 +190,7 @@ def token_losses(
     _check_way(way, carried)
     with evaluating(language_model):
         if carried:
-            return way.read(language_model, ids, streams, window).losses
+            return way.read(language_model, ids if isinstance(way, Plain) else ids.long(), streams, window).losses
         places, losses = torch.arange(len(ids)), torch.empty(len(ids), dtype=torch.float64)
         for part, where in zip(_pieces(ids, window, streams), _pieces(places, window, streams), strict=True):
             losses[where] = torch.cat(_score(language_model, part, window))
@@ -211,11 +212,13 @@ def checked(tokens: Any, model: LanguageModel) -> Tensor:
     ids = torch.as_tensor(ids)
     if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
         raise ValueError(f"tokens must be whole numbers, [n] or [τ, batch]; got {ids.dtype} {tuple(ids.shape)}.")
-    if int(ids.min()) < 0 or int(ids.max()) >= model.vocabulary_size:
+    whole = ids.cpu().numpy()  # torch has no min of uint16
+    if int(whole.min()) < 0 or int(whole.max()) >= model.vocabulary_size:
         raise ValueError(
-            f"tokens run from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {model.vocabulary_size - 1}."
+            f"tokens run from {int(whole.min())} to {int(whole.max())}; the model knows 0 to "
+            f"{model.vocabulary_size - 1}."
         )
-    return ids.long()
+    return ids if ids.dtype in WHOLE else ids.long()
 
 
 @contextmanager
@@ -228,7 +231,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _score(model: LanguageModel, ids: Tensor, window: int) -> list[Tensor]:
     """The losses of texts `[τ, batch]`, each by itself, with a new start every `window` tokens."""
     context = model.initial_context(ids.shape[1])
-    return [model(part.to(context.last.device), context).nll.double().cpu() for part in ids.split(window)]
+    return [model(part.to(context.last.device).long(), context).nll.double().cpu() for part in ids.split(window)]
+
+
+def _sum(losses: list[Tensor]) -> float:
+    return math.fsum(float(nll.sum()) for nll in losses)
 
 
 def _pieces(ids: Tensor, window: int, streams: int) -> Iterator[Tensor]:
@@ -245,7 +252,7 @@ class _Carried:
     """The losses of this process's streams, window by window."""
 
     streams: Streams
-    nll: list[Tensor]  # [τ, streams] float64
+    nll: list[Tensor]  # [τ, streams] float64, or their sum
     hidden: list[Tensor]  # [τ, streams, n] where they were asked for
     processes: Processes
 
@@ -255,7 +262,13 @@ class _Carried:
 
 
 def _carried(
-    model: LanguageModel, ids: Tensor, streams: int, window: int, processes: Processes, hidden: bool = False
+    model: LanguageModel,
+    ids: Tensor,
+    streams: int,
+    window: int,
+    processes: Processes,
+    kept: Callable[[Tensor], Tensor] = lambda nll: nll,
+    hidden: bool = False,
 ) -> _Carried:
     """The losses of one text whose state is carried from its first token to its last, computed in parallel streams.
 
@@ -278,7 +291,7 @@ def _carried(
         for i in range(len(part)):
             piece = part[i]
             scored = model(piece.tokens.to(device), context, piece.lengths)
-            nll[i] = scored.nll.double().cpu()
+            nll[i] = kept(scored.nll.double().cpu())
             if hidden:
                 states[i] = hidden_of(model, scored)
             context = map_state(Tensor.clone, scored.context)  # not the states of all steps, of which it is a view

@@ -28,6 +28,14 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def cache_folder() -> Path:
+    """Where to keep what can be made again: `LOOPFOLD_CACHE`, or a folder among the user's caches."""
+    own, base = os.environ.get("LOOPFOLD_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(base) if base else Path.home() / ".cache") / "loopfold"
+
+
 def open_plain(path: Path, mode: str) -> IO[Any]:
     """Open an existing plain file: not a link that leads elsewhere, not a pipe that would have to be waited for."""
     kind = os.lstat(path).st_mode

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -116,7 +117,7 @@ def main() -> None:
     """What the command `loopfold` runs."""
     before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
     try:
-        with _errors(), _warnings(), _output():
+        with _errors(), _warnings(), _output(), _reading():
             code = app(standalone_mode=False, prog_name="loopfold")
         sys.exit(code or 0)
     finally:
@@ -151,6 +152,36 @@ def _output() -> Iterator[None]:
     yield
     if sys.stdout is not None:
         sys.stdout.flush()  # now, when a full device can still be told of
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """How far a long text is read: on a terminal a line that is gone in the end, elsewhere one every ten seconds."""
+    from loopfold.text.long import telling
+
+    if {"--quiet", "-q"} & {*sys.argv} or int(os.environ.get("RANK", 0)) or sys.stderr is None:
+        yield
+        return
+    live = sys.stderr.isatty()
+    begun = shown = time.monotonic()
+
+    def show(doing: str, done: int, of: int) -> None:
+        nonlocal shown
+        ended, now = live and done >= of, time.monotonic()
+        if now - shown < (0.2 if live else 10) and not ended:
+            return
+        shown = now
+        line = f"{printable(doing)}: {done / 1e6:,.0f} of {of / 1e6:,.0f} MB"
+        with suppress(OSError):
+            sys.stderr.write(f"\r\x1b[K{'' if ended else line}" if live else line + "\n")
+            sys.stderr.flush()
+
+    try:
+        with telling(show):
+            yield
+    finally:
+        if live and shown > begun:
+            show("", 0, 0)  # what is said next has a line of its own
 
 
 @contextmanager

@@ -314,7 +314,7 @@ def generate(
         raise OptionError("--stop needs some text to end at; got an empty one.")
     found = _finite(open_run(run, device, trust=trust))
     model, vocabulary = found.model, found.vocabulary
-    prompt = read_text(["-"]) if prompt == "-" else prompt
+    prompt = read_text(["-"])[:] if prompt == "-" else prompt
     before = [prompt]  # comes with the first piece, when nothing can be wrong with it any more
 
     def show(piece: str) -> None:

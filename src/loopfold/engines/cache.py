@@ -2,10 +2,11 @@
 
 import hashlib
 import logging
-import os
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from loopfold.files import cache_folder
 
 _log = logging.getLogger("loopfold")
 
@@ -18,7 +19,7 @@ def key_of(*parts: str) -> str:
 def read(key: str) -> bytes | None:
     """What was kept under `key`, if it is there and whole."""
     try:
-        data = (_folder() / f"{key}.kernel").read_bytes()
+        data = (cache_folder() / f"{key}.kernel").read_bytes()
     except (OSError, RuntimeError):  # no such file, or no home
         return None
     image, digest = data[:-32], data[-32:]
@@ -28,7 +29,7 @@ def read(key: str) -> bytes | None:
 def write(key: str, image: bytes) -> None:
     """Keep `image`, as a whole or not at all."""
     try:
-        folder = _folder()
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             file = Path(beside, key)
@@ -48,10 +49,3 @@ def tell(name: str, seconds: float) -> None:
     """Say that a kernel was compiled; a short wait is not worth a warning."""
     level = logging.WARNING if seconds > 1 else logging.INFO
     _log.log(level, "compiled %s in %.2f s; it is kept for next time", name, seconds)
-
-
-def _folder() -> Path:
-    own, base = os.environ.get("LOOPFOLD_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return (Path(base) if base else Path.home() / ".cache") / "loopfold"

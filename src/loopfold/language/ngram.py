@@ -19,9 +19,12 @@ TR-10-98 (1998). Small or odd texts lack an n_i or give D_i ≤ 0: then that k h
 So 0 < D_i ≤ i, hence γ > 0, and no token is impossible.
 """
 
+import contextlib
+import os
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +33,9 @@ from torch import Tensor
 
 from loopfold.language.base import Context, LanguageModel, Next, Scored
 from loopfold.states import alive, whole_number
+from loopfold.text.long import LARGE, unnamed_file
 
+_AT_A_TIME = 1 << 22  # places of the text
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -59,7 +64,15 @@ class NGramLM(LanguageModel):
     0
     """
 
-    def __init__(self, tokens: Tensor, vocabulary_size: int, order: int, boundary: int | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        vocabulary_size: int,
+        order: int,
+        boundary: int | None = None,
+        *,
+        counted: "Counted | None" = None,
+    ) -> None:
         super().__init__()
         self.vocabulary_size = whole_number("NGramLM", "vocabulary_size", vocabulary_size)
         if type(order) is not int or order < 0:
@@ -69,14 +82,21 @@ class NGramLM(LanguageModel):
                 f"NGramLM needs boundary as a token from 0 to {vocabulary_size - 1}, or None; got {boundary!r}."
             )
         self.order, self.boundary = order, boundary
-        tokens = _whole(tokens, "tokens")
+        tokens = _checked(tokens, "tokens").cpu()
         if tokens.dim() != 1 or not len(tokens):
             raise ValueError(f"NGramLM needs a text of at least one token, [T]; got {tuple(tokens.shape)}.")
         self._within(tokens, self.vocabulary_size - 1, "tokens")
-        self._orders = list(_count(tokens.numpy(), vocabulary_size, order, boundary))
+        counted = counted or Counted(tokens, vocabulary_size, boundary)
+        self._orders = counted.orders(order)
         self.entries_by_order = [len(o.keys) - 1 for o in self._orders]  # k-grams in the text, k = 1 … order
         if order:
-            self.entries_by_order[0] = len(tokens.unique())  # unseen tokens have a key too
+            self.entries_by_order[0] = counted.kinds  # unseen tokens have a key too
+
+    @classmethod
+    def rising(cls, tokens: Tensor, vocabulary_size: int, boundary: int | None = None) -> "Iterator[NGramLM]":
+        """The models of order 0, 1, 2, … one after the other, from one count: each is what `NGramLM` itself makes."""
+        counted = Counted(_checked(tokens, "tokens").cpu(), vocabulary_size, boundary)
+        return (cls(tokens, vocabulary_size, order, boundary, counted=counted) for order in count())
 
     @property
     def entries(self) -> int:
@@ -161,42 +181,126 @@ class NGramLM(LanguageModel):
         return before
 
     def _within(self, tokens: Tensor, most: int, name: str) -> None:
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) <= most:
+        w = tokens.numpy()  # torch has no min of uint16
+        if w.size and not 0 <= int(w.min()) <= int(w.max()) <= most:
             raise ValueError(
-                f"{name} run from {int(tokens.min())} to {int(tokens.max())}; "
+                f"{name} run from {int(w.min())} to {int(w.max())}; "
                 f"a vocabulary of {self.vocabulary_size} needs 0 to {most}."
             )
 
 
 def _whole(tokens: Tensor, name: str) -> Tensor:
     """Counting and looking up are NumPy's, so on the CPU."""
+    return _checked(tokens, name).long().cpu()
+
+
+def _checked(tokens: Tensor, name: str) -> Tensor:
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{name} must be a tensor; got a {type(tokens).__name__}. Type torch.as_tensor({name}).")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers; got {tokens.dtype}. Type {name}.long().")
-    return tokens.long().cpu()
+    return tokens
 
 
-def _count(w: Ints, V: int, n: int, boundary: int | None) -> Iterator[_Order]:
-    """The k-grams of the text `w [T]`, k = 1 … n."""
-    reach = np.arange(len(w))  # how many tokens a token sees before it
-    if boundary is not None:
-        w, t = np.append(boundary, w), np.arange(len(w) + 1)
-        begin = np.maximum.accumulate(np.where(w == boundary, t, 0))
-        reach = t - np.append(1, begin[:-1])  # -1 for the boundary put in front, which is not an event
-    reach = np.minimum(reach, n - 1)
+# ------------------------------------------------------------------ counting
 
-    ids, keys, contexts = w, np.arange(V), 1  # ids[t]: of the k-gram that ends at t, where reach[t] ≥ k-1
-    for k in range(1, n + 1):
-        longer = np.flatnonzero(reach >= k)
-        longer_keys, inverse = np.unique(ids[longer - 1] * V + w[longer], return_inverse=True)
-        suffix = np.empty(len(longer_keys), np.int64)
-        suffix[inverse] = ids[longer]  # of v g, the g
-        a = np.bincount(suffix, minlength=len(keys)) + np.bincount(ids[reach == k - 1], minlength=len(keys))
-        yield _smooth(keys, a, keys // V, contexts)
-        contexts, keys = len(keys), longer_keys
-        ids = np.full(len(w), -1)
-        ids[longer] = inverse
+
+class Counted:
+    """The k-grams of a text `[T]`, for k = 1, 2, … in turn. In memory are their tables, and a piece of the text.
+
+    Of each place the id of the k-gram that ends there is kept too; those of a long text, in a file.
+    """
+
+    def __init__(self, tokens: Tensor, vocabulary_size: int, boundary: int | None) -> None:
+        self._w, self._V, self._boundary = tokens.numpy(), vocabulary_size, boundary
+        self._lower: list[_Order] = []
+        self._k, self._contexts, self.kinds = 0, 0, 0
+
+    def orders(self, n: int) -> list[_Order]:
+        """Those of the model of order n, which does not fall from call to call."""
+        if n < self._k:
+            raise ValueError(f"the text is counted up to order {self._k} already; got order {n}.")
+        if n and not self._k:
+            self._begin()
+        while self._k < n:
+            self._lower.append(self._longer())
+        return [*self._lower, _smooth(self._keys, self._plain(), self._keys // self._V, self._contexts)] if n else []
+
+    def _begin(self) -> None:
+        """With k = 1, where the ids are the tokens."""
+        self._k, self._contexts, self._keys = 1, 1, np.arange(self._V)
+        T = len(self._w) + (self._boundary is not None)  # the boundary that is put in front is a place too
+        self._ids = _array(T)  # of the k-gram that ends at a place, where there is one
+        for here, w, _ in self._pieces():
+            self._ids[here] = w
+        self.kinds = int(np.count_nonzero(self._plain()))
+
+    def _pieces(self) -> Iterator[tuple[slice, Ints, Ints]]:
+        """Stretches of the text: where, the tokens, and how many tokens each of them sees before it."""
+        boundary, front = self._boundary, self._boundary is not None
+        begin = 0  # the last boundary
+        for start in range(0, len(self._ids), _AT_A_TIME):
+            w = self._w[max(start - front, 0) : start + _AT_A_TIME - front].astype(np.int64)
+            w = w if boundary is None or start else np.append(boundary, w)
+            t = np.arange(start, start + len(w))
+            reach = t
+            if front:
+                begins = np.maximum.accumulate(np.where(w == boundary, t, begin))
+                reach = t - np.append(begin if start else 1, begins[:-1])  # -1 in front, where nothing happens
+                begin = int(begins[-1])
+            yield slice(start, start + len(w)), w, reach
+
+    def _plain(self) -> Ints:
+        """How often each k-gram occurs."""
+        c = np.zeros(len(self._keys), np.int64)
+        for here, _, reach in self._pieces():
+            c += np.bincount(self._ids[here][reach >= self._k - 1], minlength=len(c))
+        return c
+
+    def _keyed(self) -> Iterator[tuple[slice, Ints, Ints, Ints]]:
+        """Where; the ids of the k-grams there; how far each place sees; the keys of the (k+1)-grams that end there."""
+        last = np.zeros(1, np.int64)
+        for here, w, reach in self._pieces():
+            ids = self._ids[here].astype(np.int64)
+            yield here, ids, reach, (np.append(last, ids[:-1]) * self._V + w)[reach >= self._k]
+            last = ids[-1:]
+
+    def _longer(self) -> _Order:
+        """Go on to k + 1, and leave the k-grams with the counts of a lower order."""
+        found, more = np.empty(0, np.int64), [np.empty(0, np.int64)]
+        for *_, keys in self._keyed():
+            more.append(_once(keys))
+            if sum(map(len, more)) > len(found) + _AT_A_TIME:
+                found, more = _once(np.concatenate([found, *more])), []
+        longer_keys = _once(np.concatenate([found, *more]))
+        suffix = np.empty(len(longer_keys), np.int64)  # of v g, the g
+        a = np.zeros(len(self._keys), np.int64)
+        for here, ids, reach, keys in self._keyed():
+            once, inverse = np.unique(keys, return_inverse=True)  # what is sorted is found much faster
+            place, longer = np.searchsorted(longer_keys, once)[inverse], reach >= self._k
+            suffix[place] = ids[longer]
+            a += np.bincount(ids[reach == self._k - 1], minlength=len(a))
+            self._ids[here][longer] = place
+        a += np.bincount(suffix, minlength=len(a))
+        lower = _smooth(self._keys, a, self._keys // self._V, self._contexts)
+        self._k, self._contexts, self._keys = self._k + 1, len(self._keys), longer_keys
+        return lower
+
+
+def _once(keys: Ints) -> Ints:
+    """Each key once, sorted: as np.unique, whose table of hashes is slow where most differ."""
+    keys = np.sort(keys)
+    return keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
+
+
+def _array(size: int) -> NDArray[Any]:
+    """Zeros for whole numbers up to `size`: in memory or, where they are many, in a file without a name."""
+    dtype = np.dtype(np.int32 if size < 1 << 31 else np.int64)
+    if size >= LARGE and hasattr(os, "posix_fallocate"):
+        with contextlib.suppress(OSError), unnamed_file() as file:
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # a full disk is fatal to who writes to a map
+            return np.memmap(file, dtype, "r+", shape=(size,))
+    return np.zeros(size, dtype)
 
 
 def _smooth(keys: Ints, a: Ints, h: Ints, contexts: int) -> _Order:

@@ -52,7 +52,9 @@ class Subject:
         """The text to look at; longer than what is shown, so that units are judged by more of it."""
         if self.given is not None and not self.given.strip():
             raise OptionError("the passage is empty: give some text as ", Argument("passage"), ", or leave it out.")
-        return (self.given or self.run.text(self.part or "train")).lstrip("\n")[: 20 * SEEN]
+        text = self.given or self.run.text(self.part or "train")
+        text = text if isinstance(text, str) else text[: 1 << 20]  # of a long one
+        return text.lstrip("\n")[: 20 * SEEN]
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,13 @@
 """Reads text from files, folders or standard input, and splits it into training, validation and test text."""
 
+import codecs
+import io
 import math
 import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,14 +15,17 @@ from fractions import Fraction
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from shlex import quote
-from typing import TextIO
+from typing import IO, TextIO
 
 from loopfold.errors import Mendable
+from loopfold.text.long import LARGE, Gathering, Read, Text, size_of, tell, utf8_of
 
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text
+_READ = 1 << 18  # bytes at a time
 _STDIN = "standard input"
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # by which module of Python; some builds lack the last two
 # what files begin with that are no text, and are not to be converted by iconv
@@ -45,22 +50,24 @@ class CorpusError(Mendable, ValueError):
 class Corpus:
     """Text to learn from, to choose by and to report on; `sha256` tells two corpora, or two splits of one, apart.
 
+    A part of 32 MiB or more lies in a file and not in memory. It has a `len`, and `corpus.train[a:b]` is a `str`.
+
     >>> Corpus("rhyme", "one, ", "two", "").sha256 == Corpus("rhyme", "one", ", two", "").sha256
     False
     """
 
     name: str
-    train: str = field(repr=False)
-    valid: str = field(repr=False)
-    test: str = field(repr=False)
+    train: Read = field(repr=False)
+    valid: Read = field(repr=False)
+    test: Read = field(repr=False)
     sha256: str = field(init=False)
 
     def __post_init__(self) -> None:
         digest = sha256()
         for part in (self.train, self.valid, self.test):
-            utf8 = part.encode()
-            digest.update(b"%d\n" % len(utf8))  # so that moving the split changes it
-            digest.update(utf8)
+            digest.update(b"%d\n" % size_of(part))  # so that moving the split changes it
+            for utf8 in utf8_of(part):
+                digest.update(utf8)
         object.__setattr__(self, "sha256", digest.hexdigest())
 
     @property
@@ -88,7 +95,7 @@ def read_corpus(
     if valid is None and test is None:
         parts = _split(text, split)
     else:
-        parts = text, "" if valid is None else _read(valid), "" if test is None else _read(test)
+        parts = text, "" if valid is None else read_text([valid]), "" if test is None else read_text([test])
     if len(parts[0]) < LEAST:
         raise CorpusError(
             f"the training text has {len(parts[0])} characters and needs at least {LEAST}: name more text, or type "
@@ -98,10 +105,13 @@ def read_corpus(
     return Corpus(" + ".join(names) if len(names) < 4 else f"{names[0]} + {len(names) - 1} more", *parts)
 
 
-def read_text(sources: Sequence[str]) -> str:
+def read_text(sources: Sequence[str]) -> Read:
     """The text of `sources` as one, not split."""
     _check_names(sources)
-    return _join([_read(source) for source in sources])
+    gathered = Gathering()
+    for source in sources:
+        _read(source, gathered)
+    return gathered.text()
 
 
 def _check_names(sources: Sequence[str]) -> None:
@@ -128,7 +138,7 @@ def python_docs() -> str:
     return "\n\n".join({" ".join(part.split()): part for part in paragraphs}.values()) + "\n"
 
 
-def _split(text: str, shares: Sequence[float]) -> tuple[str, str, str]:
+def _split(text: Text, shares: Sequence[float]) -> tuple[Read, Read, Read]:
     """Three parts in order; a cut moves on to the next line start if that is near, so that no line is torn in two."""
     if len(shares) != 3 or not math.isfinite(sum(shares)) or min(shares) < 0 or shares[0] == 0:
         raise CorpusError(
@@ -142,11 +152,14 @@ def _split(text: str, shares: Sequence[float]) -> tuple[str, str, str]:
 
     def cut(share: Fraction) -> int:
         plain = round(len(text) * share)
-        line = text.find("\n", max(plain - 1, 0)) + 1
-        return line if 0 < line - plain <= near else plain
+        begin = max(plain - 1, 0)
+        return max(plain, begin + text[begin : plain + math.floor(near)].find("\n") + 1)
+
+    def within(start: int, end: int) -> Text:
+        return text[start:end] if isinstance(text, str) else text.part(start, end)
 
     first, second = cut(exact[0]), cut(exact[0] + exact[1])
-    parts = text[:first], text[first:second], text[second:]
+    parts = within(0, first), within(first, second), within(second, len(text))
     for name, part, share in zip(("training", "valid", "test"), parts, exact, strict=True):
         if share and not part:
             raise CorpusError(
@@ -159,16 +172,22 @@ def _split(text: str, shares: Sequence[float]) -> tuple[str, str, str]:
 # ------------------------------------------------------------------ one source
 
 
-def _read(source: str) -> str:
+def _read(source: str, into: Gathering) -> None:
+    into.end_line()
     if source == PYTHON_DOCS:
-        return python_docs()
-    path, name = Path(source), _STDIN if source == "-" else source
+        into.add(python_docs())
+        return
+    path, name, empty = Path(source), _STDIN if source == "-" else source, True
     try:
         if source == "-":
-            text = _decode(_read_stdin(sys.stdin), name)
+            files = {_STDIN: iter([_read_stdin(sys.stdin)])}
         else:
-            files = _files(path) if path.is_dir() else [path]
-            text = _join([_decode(_bytes(file), str(file)) for file in files])
+            files = {str(file): _bytes(file) for file in (_files(path) if path.is_dir() else [path])}
+        for file, raw in files.items():
+            into.end_line()
+            for piece in _decode(raw, file):
+                empty = empty and not piece.strip()
+                into.add(piece)
     except (FileNotFoundError, NotADirectoryError):
         raise CorpusError(_missing(path)) from None
     except OSError as error:
@@ -176,9 +195,8 @@ def _read(source: str) -> str:
         raise CorpusError(
             f"{name} cannot be read ({error.strerror}): type ls -l {quote(name)} to see why, or name another file."
         ) from None
-    if not text.strip():
+    if empty:
         raise CorpusError(f"{name} is empty: name a file with text, or type {PYTHON_DOCS} to try without one.")
-    return text
 
 
 @cache
@@ -189,19 +207,30 @@ def _read_stdin(stream: TextIO) -> bytes:
     return stream.buffer.read()
 
 
-def _bytes(file: Path) -> bytes:
+def _bytes(file: Path) -> Iterator[bytes]:
     """What a file holds, decompressed; or what comes out of a pipe, as <(…) of a shell is."""
-    kind = os.stat(file).st_mode
+    about = os.stat(file)
+    kind, size = about.st_mode, about.st_size
     if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or os.path.samefile(file, os.devnull)):
         raise CorpusError(f"{file} is a device or a socket, and its end may never come: name a file with text.")
-    raw = file.read_bytes()
     module = _COMPRESSED.get(file.suffix.lower())
-    if module is None:
-        return raw
+    with file.open("rb") if size >= LARGE else io.BytesIO(file.read_bytes()) as opened:
+        for piece in _pieces(opened) if module is None else _decompressed(file, opened, module):
+            yield piece
+            if size >= LARGE:
+                tell(f"reading {file.name}", opened.tell(), size)
+
+
+def _pieces(opened: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: opened.read(_READ), b"")
+
+
+def _decompressed(file: Path, opened: IO[bytes], module: str) -> Iterator[bytes]:
+    library = import_module(module)
     try:
-        data: bytes = import_module(module).decompress(raw)
-        return data
-    except (ImportError, MemoryError):
+        with library.open(opened) as unpacked:
+            yield from _pieces(unpacked)
+    except MemoryError:
         raise
     except Exception as error:  # each of them has its own
         raise CorpusError(
@@ -243,23 +272,42 @@ def _is_compressed_text(path: Path) -> bool:
     return path.suffix.lower() in _COMPRESSED and Path(path.stem).suffix.lower() == ".txt"
 
 
-def _decode(raw: bytes, name: str) -> str:
-    kind = next((kind for begin, kind in _NO_TEXT.items() if raw.startswith(begin)), None)
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        if kind:
-            raise CorpusError(f"{name} is not text: it is {kind}. Name a text file in UTF-8.") from None
-        encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
-        old = "old.txt" if name == _STDIN else quote(name)
-        raise CorpusError(
-            f"{name} is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}. If it is {encoding}, type "
-            f"iconv -f {encoding} -t utf-8 {old} > new.txt and name new.txt."
-        ) from None
-    if "\0" in text:
-        why = f"it is {kind}" if kind else f"byte {raw.index(0)} is NUL"
+def _decode(raw: Iterator[bytes], name: str) -> Iterator[str]:
+    """The text of the bytes of one file, piece by piece: without a byte-order mark, and with plain line ends."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    begin, read, nul, held = b"", 0, -1, ""
+    for piece in chain(raw, [b""]):
+        begin = begin or piece[:8]
+        try:
+            read += len(piece)
+            text = held + decoder.decode(piece, final=not piece)
+        except UnicodeDecodeError as error:
+            for _ in raw:  # to its end: a compressed file that is damaged says so there
+                pass
+            if kind := _kind(begin):
+                raise CorpusError(f"{name} is not text: it is {kind}. Name a text file in UTF-8.") from None
+            encoding = "utf-16" if begin[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+            old = "old.txt" if name == _STDIN else quote(name)
+            place, byte = read - len(error.object) + error.start, error.object[error.start]
+            raise CorpusError(
+                f"{name} is not UTF-8: byte {place} is 0x{byte:02x}. If it is {encoding}, type "
+                f"iconv -f {encoding} -t utf-8 {old} > new.txt and name new.txt."
+            ) from None
+        if nul < 0 and 0 in piece:
+            nul = read - len(piece) + piece.index(0)
+        if read == len(piece):
+            text = text.removeprefix("\ufeff")
+        held = "\r" if piece and text.endswith("\r") else ""  # half of a line end, perhaps
+        text = text.removesuffix(held)
+        yield text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+    if nul >= 0:
+        why = f"it is {kind}" if (kind := _kind(begin)) else f"byte {nul} is NUL"
         raise CorpusError(f"{name} is not text: {why}. Name a text file in UTF-8.")
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _kind(begin: bytes) -> str | None:
+    """What a file is that begins so and is no text."""
+    return next((kind for first, kind in _NO_TEXT.items() if begin.startswith(first)), None)
 
 
 def _missing(path: Path) -> str:
@@ -270,8 +318,3 @@ def _missing(path: Path) -> str:
         return f"there is no file {path}. Did you mean {path.with_name(close)}?"
     where = "" if path.parent.is_dir() else f" and no folder {path.parent}"
     return f"there is no file {path}{where}: name a text file, or type {PYTHON_DOCS} to try without one."
-
-
-def _join(texts: Iterable[str]) -> str:
-    *heads, last = texts
-    return "".join(text if text.endswith("\n") or not text else text + "\n" for text in heads) + last

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from loopfold.states import whole_number
 
+WHOLE = (torch.int64, torch.int32, torch.uint16, torch.uint8)
+
 
 @dataclass(frozen=True, eq=False)
 class Window:
@@ -44,7 +46,7 @@ class Streams:
     ([[2, 6, 10], [3, 7, 0]], tensor([2, 2, 1]))
     """
 
-    ids: Tensor  # [n] int64
+    ids: Tensor  # [n] int64, or smaller integers as in a token file
     count: int
     window: int
     rank: int = 0
@@ -53,7 +55,7 @@ class Streams:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        if self.ids.dim() != 1 or self.ids.dtype != torch.int64 or not len(self.ids):
+        if self.ids.dim() != 1 or self.ids.dtype not in WHOLE or not len(self.ids):
             raise ValueError(
                 f"Streams needs ids [n] of torch.int64, n at least 1; got {tuple(self.ids.shape)} of {self.ids.dtype}."
             )
@@ -87,7 +89,7 @@ class Streams:
         b = torch.arange(self.count, device=self.ids.device).view(self.world, -1)[self.rank]
         t = torch.arange(first, end, device=self.ids.device)[:, None]
         ends = least + (b < longer)
-        tokens = self.ids[(b * least + b.clamp(max=longer) + t).clamp(max=len(self.ids) - 1)] * (t < ends)
+        tokens = self.ids[(b * least + b.clamp(max=longer) + t).clamp(max=len(self.ids) - 1)].long() * (t < ends)
         return Window(tokens, ends - first if longer and i == len(self) - 1 else None)
 
     def tokens_in(self, i: int) -> int:

@@ -6,39 +6,28 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from hashlib import sha256
+from importlib.metadata import version
+from itertools import islice, pairwise
 from types import ModuleType
 from typing import Any, ClassVar
+from unicodedata import unidata_version
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from loopfold.states import whole_number
+from loopfold.text.long import Text, cuts, lines
+from loopfold.text.tokens import Encoded, Tokens, in_file, in_memory, smallest
 
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """A text as numbers, and what is needed to compare losses per token, per character and per byte.
-
-    >>> tokens = Words(("good", "day")).encode("  good   morning")
-    >>> tokens.ids.tolist(), tokens.unknown, tokens.characters  # of "good morning" and the end of a line
-    ([2, 0, 1], 1, 13)
-    """
-
-    ids: Tensor  # [n] int64
-    unit: str
-    characters: int  # of the text that the tokens stand for
-    bytes: int  # the same in UTF-8
-    unknown: int  # how many ids stand for something unknown
-
-    def __len__(self) -> int:
-        return len(self.ids)
+__all__ = ["Bytes", "Characters", "OfBytes", "Subwords", "Tokens", "Vocabulary", "Words", "vocabulary_from_json"]
+_LEARNING, _ENCODING = "learning the vocabulary", "encoding the text"
+_AT_A_TIME = 64  # pieces that are encoded side by side
 
 
 @dataclass(frozen=True)
@@ -49,10 +38,19 @@ class Vocabulary(ABC):
     unknown: ClassVar[int | None] = None  # the id of <unk>; None where nothing can be unknown
     reads_unknown: ClassVar[bool] = False  # whether a model learns what follows <unk>, so that it may read it
     end: ClassVar[int | None] = None  # the id of <eos>, the end of a line
+    library: ClassVar[str | None] = None  # what encodes, where that is not our own
+
+    def encode(self, text: Text) -> Tokens:
+        """The tokens of a text; of a long one they are in a file that is made once."""
+        if isinstance(text, str):
+            return in_memory(self.unit, self._encoded(text))
+        made_by = json.dumps(self.as_json()), version(self.library) if self.library else "", unidata_version, "1"
+        name = sha256("\n".join([text.sha256, *made_by]).encode()).hexdigest()
+        return in_file(name, self.unit, self.size, lambda: self._encoded(text))
 
     @abstractmethod
-    def encode(self, text: str) -> Tokens:
-        """The tokens of a text."""
+    def _encoded(self, text: Text) -> Iterator[Encoded]:
+        """The same piece by piece."""
 
     def beginning(self, text: str) -> Tensor:
         """The tokens of a text that goes on `[n]`: a line that is not at its end yet has no `<eos>`."""
@@ -95,16 +93,6 @@ class Vocabulary(ABC):
             raise ValueError(f"ids of this vocabulary run from 0 to {self.size - 1}; got {number}.")
         return self._table[number]
 
-    def _tokens(self, text: str, parts: Iterable[NDArray[np.int64]]) -> Tokens:
-        """Those of a text of which each character is in a token."""
-        ids = _joined(parts)
-        unknown = 0 if self.unknown is None else int((ids == self.unknown).sum())
-        return Tokens(torch.from_numpy(ids), self.unit, len(text), len(text.encode()), unknown)
-
-
-def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
 
 def vocabulary_from_json(data: dict[str, Any]) -> Vocabulary:
     """The vocabulary whose `as_json` gave this.
@@ -127,15 +115,6 @@ def vocabulary_from_json(data: dict[str, Any]) -> Vocabulary:
     )
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """A text in parts of about 64 thousand characters, each of whole lines."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + (1 << 16)) + 1 or len(text)
-        yield text[start:end]
-        start = end
-
-
 # ------------------------------------------------------------------ characters
 
 
@@ -153,9 +132,9 @@ class Characters(Vocabulary):
     unknown: ClassVar[int | None] = 0
 
     @classmethod
-    def of(cls, text: str) -> "Characters":
+    def of(cls, text: Text) -> "Characters":
         seen = np.zeros(0x110000, dtype=bool)  # one place for every character of Unicode
-        for piece in _pieces(text):
+        for piece in cuts(text, _LEARNING):
             seen[_codes(piece)] = True
         return cls("".join(map(chr, np.flatnonzero(seen).tolist())))
 
@@ -163,10 +142,12 @@ class Characters(Vocabulary):
     def _table(self) -> str:
         return "\N{REPLACEMENT CHARACTER}" + self.symbols
 
-    def encode(self, text: str) -> Tokens:
-        id_of = np.zeros(0x110000, dtype=np.int64)
+    def _encoded(self, text: Text) -> Iterator[Encoded]:
+        id_of = np.zeros(0x110000, smallest(self.size))
         id_of[_codes(self.symbols)] = np.arange(1, self.size)
-        return self._tokens(text, (id_of[_codes(piece)] for piece in _pieces(text)))
+        for piece in cuts(text, _ENCODING):
+            ids = id_of.take(_codes(piece))
+            yield Encoded(ids, len(piece), len(piece.encode()), int((ids == 0).sum()))
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(self._entry, ids))
@@ -178,7 +159,9 @@ class Characters(Vocabulary):
         return [symbol for symbol in dict.fromkeys(text) if symbol not in self.symbols]
 
 
-def _codes(text: str) -> NDArray[np.uint32]:
+def _codes(text: str) -> NDArray[Any]:
+    if text.isascii():
+        return np.frombuffer(text.encode(), dtype=np.uint8)
     return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
 
@@ -192,6 +175,7 @@ _UNSPACED = (
 )
 _ALONE = re.compile(f"[{_UNSPACED}]")
 _EOS = re.compile(r" <eos>(?!\S)")
+_UNKNOWN = re.compile(r"(?<!\S)<unk>(?!\S)")
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
@@ -215,7 +199,7 @@ class Words(Vocabulary):
     end: ClassVar[int | None] = 1
 
     @classmethod
-    def of(cls, text: str, min_count: int | None = None, max_size: int | None = None) -> "Words":
+    def of(cls, text: Text, min_count: int | None = None, max_size: int | None = None) -> "Words":
         """The words that occur at least `min_count` times, the most frequent first, up to `size == max_size`.
 
         Without `min_count` it is 2, so that `<unk>` occurs and the model learns what comes after it; but 1 if the text
@@ -223,10 +207,10 @@ class Words(Vocabulary):
         """
         if max_size is not None and whole_number("Words", "max_size", max_size) < 3:
             raise ValueError(f"Words needs max_size of 3 or more, for <unk>, <eos> and a word; got {max_size}.")
-        closed = re.search(r"(?<!\S)<unk>(?!\S)", text) is not None
+        closed = any("<unk>" in piece and _UNKNOWN.search(piece) for piece in lines(text))
         least = (1 if closed else 2) if min_count is None else whole_number("Words", "min_count", min_count)
         counts: Counter[str] = Counter()
-        for words in _words(text, unspaced=not closed):
+        for words in _words(text, not closed, _LEARNING):
             counts.update(words)
         kept = sorted((w for w, n in counts.items() if n >= least), key=lambda w: (-counts[w], w))
         kept = [word for word in kept if word not in ("<unk>", "<eos>")]
@@ -245,16 +229,12 @@ class Words(Vocabulary):
         """Whether characters of scripts without spaces are words: so it is unless a longer word has one."""
         return not any(len(word) > 1 and _ALONE.search(word) for word in self.words)
 
-    def encode(self, text: str) -> Tokens:
-        id_of, parts, unknown, characters, size = self._id_of, [], 0, 0, 0
-        for words in _words(text, self._unspaced):
+    def _encoded(self, text: Text) -> Iterator[Encoded]:
+        id_of = self._id_of
+        for words in _words(text, self._unspaced, _ENCODING):
             ids = np.array([id_of.get(word, -1) for word in words])
-            unknown += int((ids < 0).sum())
-            parts.append(ids.clip(0))
             spelt = _spelt(words, self._unspaced)
-            characters += len(spelt)
-            size += len(spelt.encode())
-        return Tokens(torch.from_numpy(_joined(parts)), self.unit, characters, size, unknown)
+            yield Encoded(ids.clip(0), len(spelt), len(spelt.encode()), int((ids < 0).sum()))
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(self.stream(), ids))
@@ -272,14 +252,14 @@ class Words(Vocabulary):
         return next_text
 
     def unknown_in(self, text: str) -> list[str]:
-        lists = _words(text, self._unspaced)
+        lists = _words(text, self._unspaced, "")
         return [*dict.fromkeys(word for words in lists for word in words if word not in self._id_of)]
 
 
-def _words(text: str, unspaced: bool) -> Iterator[list[str]]:
-    for piece in _pieces(text):
-        lines = (piece if piece.endswith("\n") else piece + "\n").replace("\n", " <eos> ")
-        yield _WORD.findall(lines) if unspaced and not piece.isascii() else lines.split()
+def _words(text: Text, unspaced: bool, doing: str) -> Iterator[list[str]]:
+    for piece in lines(text, doing):
+        marked = (piece if piece.endswith("\n") else piece + "\n").replace("\n", " <eos> ")
+        yield _WORD.findall(marked) if unspaced and not piece.isascii() else marked.split()
 
 
 def _spelt(words: list[str], unspaced: bool) -> str:
@@ -335,15 +315,17 @@ class Bytes(OfBytes):
     unit: ClassVar[str] = "byte"
 
     @classmethod
-    def of(cls, text: str) -> "Bytes":
+    def of(cls, text: Text) -> "Bytes":
         return cls()
 
     @cached_property
     def _table(self) -> list[bytes]:
         return [bytes([byte]) for byte in range(256)]
 
-    def encode(self, text: str) -> Tokens:
-        return self._tokens(text, [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)])
+    def _encoded(self, text: Text) -> Iterator[Encoded]:
+        for piece in cuts(text, _ENCODING):
+            ids = np.frombuffer(piece.encode(), dtype=np.uint8)
+            yield Encoded(ids, len(piece), len(ids), 0)
 
 
 _THOUSAND = re.compile(r"(?s).{1,1000}(?=\s)|.{1,1000}")
@@ -360,9 +342,10 @@ class Subwords(OfBytes):
 
     model: str = field(repr=False)  # as the tokenizers library writes it
     unit: ClassVar[str] = "subword"
+    library: ClassVar[str | None] = "tokenizers"
 
     @classmethod
-    def of(cls, text: str, size: int = 2000) -> "Subwords":
+    def of(cls, text: Text, size: int = 2000) -> "Subwords":
         if whole_number("Subwords", "size", size) < 256:
             raise ValueError(f"Subwords needs a size of 256 or more, since every byte is a token; got {size}.")
         library = _library()
@@ -370,7 +353,7 @@ class Subwords(OfBytes):
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
         trainer = library.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
         # The time to learn from a word grows with the square of its length, and a line of DNA is one word: cut at 1000.
-        parts = (part[0] for piece in _pieces(text) for part in _THOUSAND.finditer(piece))
+        parts = (part[0] for piece in lines(text, _LEARNING) for part in _THOUSAND.finditer(piece))
         tokenizer.train_from_iterator(parts, trainer)
         return cls(tokenizer.to_str())
 
@@ -415,13 +398,15 @@ class Subwords(OfBytes):
         id_of: dict[str, int] = self._pairs["vocab"]
         return [bytes(byte_of[letter] for letter in token) for token in sorted(id_of, key=id_of.__getitem__)]
 
-    def encode(self, text: str) -> Tokens:
-        def ids_of(piece: str) -> NDArray[np.int64]:
-            return np.array(tokenizer.encode_batch_fast([piece])[0].ids, dtype=np.int64)
+    def _encoded(self, text: Text) -> Iterator[Encoded]:
+        def encoded(piece: str) -> Encoded:
+            ids = np.array(tokenizer.encode_batch_fast([piece])[0].ids, dtype=np.int64)
+            return Encoded(ids, len(piece), len(piece.encode()), 0)
 
-        tokenizer = self._tokenizer
+        tokenizer, pieces = self._tokenizer, lines(text, _ENCODING)
         with ThreadPoolExecutor() as pool:  # the library lets go of Python's lock
-            return self._tokens(text, pool.map(ids_of, _pieces(text)))
+            while some := [*islice(pieces, _AT_A_TIME)]:
+                yield from pool.map(encoded, some)
 
 
 def _library() -> ModuleType:

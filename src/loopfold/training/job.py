@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loopfold.errors import Argument, OptionError
 from loopfold.language.base import LanguageModel
 from loopfold.processes import Processes
@@ -102,7 +104,7 @@ class New:
             _check_start(options, start)
         vocabulary = vocabulary or (make_vocabulary(options, corpus.train) if start is None else start.vocabulary)
         tokens = vocabulary.encode(corpus.train)
-        distinct = len({*tokens.ids.unique().tolist()} - {vocabulary.unknown, vocabulary.end})
+        distinct = len(_some_kinds(tokens) - {vocabulary.unknown, vocabulary.end})
         if distinct < 2:
             raise OptionError(f"the text has only {distinct} distinct {vocabulary.unit}: there is nothing to predict.")
         check_shares(min(options.streams, len(tokens)), processes)
@@ -152,6 +154,16 @@ class New:
         name = "stdin" if first == "-" else Path(first).stem
         for n in count(1):
             yield Path("runs") / f"{name}-{self.options.kind}-{n}" if out is None else Path(out)
+
+
+def _some_kinds(tokens: Tokens) -> set[int]:
+    """Different tokens of a text: all of them where they are few, and at least four where they are not."""
+    found: set[int] = set()
+    for piece in tokens.ids.split(1 << 20):
+        found |= {*np.unique(piece.numpy()).tolist()}
+        if len(found) >= 4:
+            break
+    return found
 
 
 def _check_start(options: Options, start: Run) -> None:

@@ -63,8 +63,9 @@ def train(
     if "-" in options.texts and processes.count > 1:
         raise OptionError("several processes cannot share standard input: put the text in a file.")
     check_sources(options)
-    corpus = read_corpus(options.sources, options.split, options.valid, options.test)
-    with ExitStack() as held:
+
+    def begin(held: ExitStack) -> Job:  # when this ends, a long text is not needed any more, and its file is gone
+        corpus = read_corpus(options.sources, options.split, options.valid, options.test)
         job = New.of(options, corpus, processes, start, vocabulary).begin(out, held) if processes.first else None
         with together(Path(out or "runs")):  # the other processes wait here until the folder exists
             path = processes.told(str(job.folder.path) if job else "")
@@ -72,7 +73,10 @@ def train(
             folder = RunFolder(Path(path))
             check_same_text(corpus, folder)
             job = Job.of(folder, corpus)
-        return _go_on(job, processes, watcher, save_every)
+        return job
+
+    with ExitStack() as held:
+        return _go_on(begin(held), processes, watcher, save_every)
 
 
 def resume(
@@ -100,15 +104,21 @@ def resume(
         RunFolder.open(folder.path)  # only now: while another process trains, its files change
         check_trust(folder, trust)
         places = [str(place) for place in ([text] if isinstance(text, str | Path) else text)]
-        corpus = read_again(folder.options, folder, places)
+
+        def begin() -> Job:
+            corpus, job = read_again(folder.options, folder, places), None
+            if processes.first:
+                folder.rewind()
+                job = Job.of(folder, corpus)
+            with together(folder.path):
+                processes.any(False)  # the other processes wait here: what the first has encoded, they find
+            return job or Job.of(folder, corpus)
+
+        job = begin()
         if places:
             moved = moved_to(folder.options, places)
             changes |= {"sources": moved.sources, "valid": moved.valid, "test": moved.test}
-        if processes.first:
-            folder.rewind()
-        with together(folder.path):
-            processes.any(False)
-        job = Job.of(folder, corpus).changed(changes)
+        job = job.changed(changes)
         if changes and processes.first:
             folder.change(changes)
         return _go_on(job, processes, watcher, save_every)

@@ -10,12 +10,13 @@ from loopfold.errors import Argument, OptionError
 from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.language.window import ConvolutionLM, WindowLM
+from loopfold.text.long import Text
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words
 from loopfold.training.cells import STARTS, blaming, make_cell
 from loopfold.training.options import Options
 
 
-def make_vocabulary(options: Options, text: str) -> Vocabulary:
+def make_vocabulary(options: Options, text: Text) -> Vocabulary:
     """The vocabulary of the training text."""
     size = options.vocabulary_size
     with _mendable():

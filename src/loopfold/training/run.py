@@ -16,6 +16,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.errors import Argument, OptionError, choose
 from loopfold.language.base import LanguageModel
 from loopfold.text.corpus import PYTHON_DOCS, Corpus, is_there_once, read_corpus
+from loopfold.text.long import Read
 from loopfold.text.vocabulary import Tokens, Vocabulary
 from loopfold.training import trust as trusted
 from loopfold.training.checkpoint import model_with
@@ -103,7 +104,7 @@ class Run:
     def _corpus(self) -> Corpus:
         return read_again(self.options, self.stored, self.moved)
 
-    def text(self, part: str | None = None) -> str:
+    def text(self, part: str | None = None) -> Read:
         """The test, valid or train text; by default test, or valid where there is no test text."""
         corpus = self.corpus()
         part = choose("part", part or corpus.part, PARTS)
@@ -133,7 +134,7 @@ class Run:
         count = min(PASSAGES, (len(ids) - 1) // steps)
         starts = torch.linspace(0, len(ids) - 1 - steps, count).long()
         place = starts + torch.arange(steps)[:, None]
-        return ids[place], ids[place + 1]
+        return ids[place].long(), ids[place + 1].long()
 
     def opening(self, text: str, steps: int) -> tuple[Tensor, Tensor]:
         """The beginning of any text as such a passage, x and y `[τ, 1]`: x(1) is |V|, the start of a text."""
