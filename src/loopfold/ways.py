@@ -351,7 +351,7 @@ ROUNDS = 10_000
 
 def _read(model: nn.Module, tokens: Tensor | Tokens) -> tuple[LanguageModel, Tensor]:
     language_model = as_language_model(model)
-    ids = checked(tokens, language_model)
+    ids = checked(tokens, language_model).long()
     if ids.dim() != 1:
         raise ValueError(f"one text [n] is needed; got {tuple(ids.shape)}.")
     return language_model, ids
