@@ -19,6 +19,7 @@ The modules in the order in which data flows; each imports only from those above
                      looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
                      auto; around others: budget, pieces, checkpointed; chunks, adjoint, time_parallel
     unfolding        unfold(), Unfolding
+    operations       a layer as one operation of torch, for torch.compile and torch.export
     regularisers     dropout of inputs, weights and words: VariationalDropout, WeightDrop, EmbeddingDropout
     recurrent        nn.Modules around unfold: Recurrent, Stacked, Bidirectional
     conversion       from_torch, to_torch: torch's own modules as ours, and back

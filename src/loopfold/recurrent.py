@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from loopfold.engines.auto import Auto, explain
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.sequential import Sequential
+from loopfold.operations import numbered, unfold_in_graph
 from loopfold.regularisers import draw_weights, probability
 from loopfold.states import (
     State,
@@ -86,6 +87,12 @@ class Recurrent(RecurrentLayer):
             raise TypeError(f"Recurrent needs a transition f(state, x) -> state; got a {type(cell).__name__}.")
         self.cell = cell
         self.engine = checked_engine(engine)
+        self.number = numbered(self)
+        self.returns: Any = None  # see `operations`
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = numbered(self)  # a copy is another layer
 
     def forward(
         self,
@@ -97,6 +104,22 @@ class Recurrent(RecurrentLayer):
         context: State | None = None,
         only_last: bool = False,
     ) -> Unfolding:
+        plain = isinstance(self.cell, nn.Module) and context is None and steps is None
+        if plain and isinstance(x, Tensor) and torch.compiler.is_compiling():
+            return unfold_in_graph(self, x, state, lengths, only_last)
+        return self.outside_of_graphs(x, state, lengths, steps=steps, context=context, only_last=only_last)
+
+    def outside_of_graphs(
+        self,
+        x: State | None = None,
+        state: State | None = None,
+        lengths: Tensor | list[int] | None = None,
+        *,
+        steps: int | None = None,
+        context: State | None = None,
+        only_last: bool = False,
+    ) -> Unfolding:
+        """The call, wherever torch's compiler is not at work."""
         calls = _watched.get()
         if calls is not None:
             calls.append((self, self.recurrence(x, state, lengths, steps=steps, context=context)))
