@@ -15,7 +15,6 @@ from zoo import MinimalGatedUnit, OutputFed
 import loopfold as lf
 from loopfold import operations
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses old parts of torch
 
 

@@ -7,7 +7,7 @@ call outside of torch.compile does, by its engine and with all checks, so a step
 import weakref
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from loopfold.states import State, all_leaves, at_end, leaves, map_state, parted
 from loopfold.transitions import initial_state
 from loopfold.unfolding import Unfolding, checked
 
-if TYPE_CHECKING:
-    from loopfold.recurrent import Recurrent
+Layer = Any  # a `Recurrent`, which is further down
 
 # `cast` is the dtype of torch.autocast, "" where that is off. `tensors` are x, the leaves of the state where one is
 # given (`starts` of them), and the parameters; `needs` says which of them a gradient goes to. Of the results, the first
@@ -31,13 +30,13 @@ torch.library.define(
     "loopfold::unfold_backward", "(Tensor run, bool[] needs, Tensor?[] incoming, Tensor[] tensors) -> Tensor[]"
 )
 
-_layers: weakref.WeakValueDictionary[int, "Recurrent"] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 _runs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # what was given, and what it was made from
 _numbers = count(1)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-def numbered(layer: "Recurrent") -> int:
+def numbered(layer: Layer) -> int:
     """A number by which the operation finds the layer, in this process."""
     number = next(_numbers)
     _layers[number] = layer
@@ -45,7 +44,7 @@ def numbered(layer: "Recurrent") -> int:
 
 
 def unfold_in_graph(
-    layer: "Recurrent", x: Tensor, state: State | None, lengths: Tensor | list[int] | None, only_last: bool
+    layer: Layer, x: Tensor, state: State | None, lengths: Tensor | list[int] | None, only_last: bool
 ) -> Unfolding:
     """What torch's compiler sees of a call of the layer."""
     starts = [] if state is None else leaves(state)
@@ -115,7 +114,7 @@ def _casting(cast: str, x: Tensor) -> Any:
     return torch.autocast(x.device.type, getattr(torch, cast) if cast else None, enabled=bool(cast))
 
 
-def _layer(number: int) -> "Recurrent":
+def _layer(number: int) -> Layer:
     layer = _layers.get(number)
     if layer is None:
         raise RuntimeError(
