@@ -3,7 +3,7 @@
 Each state needs the one before it, so a sequence of τ steps takes τ steps one after the other, and no number of
 processors makes them fewer. Each state is read again on the way back, so all of them must be kept until then. An engine
 of Loopfold changes how much a step costs; it cannot change that there are τ of them. What it can do is to keep few of
-the states and compute the others again: memory for time.
+the states and compute the others again, memory for time; and of a network that forgets, to begin in many places at once.
 
 Both are measured here against τ, and the slope of a straight line through the points on log-log axes is their order: 1
 for O(τ). A last column lays the same number of steps side by side, as many short sequences instead of a few long ones:
@@ -38,6 +38,7 @@ LONG: dict[str, lf.Engine] = {  # by the name in the table
     "FusedCPU": lf.FusedCPU(),
     "Checkpointed": lf.Checkpointed(lf.FusedCPU()),
     "Checkpointed, 4 MB": lf.Checkpointed(lf.FusedCPU(), memory="4 MB"),
+    "TimeParallel": lf.TimeParallel(lf.FusedCPU()),
 }
 
 
@@ -228,7 +229,11 @@ differ in what a step costs. For loops in Python the chain is most of it, so the
 fraction of the time; the native loop has little but arithmetic left, and gains less.
 
 Memory need not be: where few states are kept and the others computed again, it grows with √τ, or not at all. That
-takes one more run forwards; on a long sequence, memory that stays in the caches may make up for it."""
+takes one more run forwards; on a long sequence, memory that stays in the caches may make up for it.
+
+Nor need the chain be τ steps long where the network forgets, as this one does: TimeParallel starts chunks of time side
+by side and makes sure that each began where the one before it ended. One core gains nothing by that, since there is
+the same to compute and a little more; what it takes are processors that would wait for the chain."""
 
 
 def main() -> None:
