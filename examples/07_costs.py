@@ -3,7 +3,7 @@
 Each state needs the one before it, so a sequence of τ steps takes τ steps one after the other, and no number of
 processors makes them fewer. Each state is read again on the way back, so all of them must be kept until then. An engine
 of Loopfold changes how much a step costs; it cannot change that there are τ of them. What it can do is to keep few of
-the states and compute the others again, memory for time; and of a network that forgets, to begin in many places at once.
+the states and compute the others again, memory for time; and to begin in many places at once, where a network forgets.
 
 Both are measured here against τ, and the slope of a straight line through the points on log-log axes is their order: 1
 for O(τ). A last column lays the same number of steps side by side, as many short sequences instead of a few long ones:

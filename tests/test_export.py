@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -106,13 +106,13 @@ def in_onnx(
     batch = x.shape[1]
     state = [s.reshape(1, *leaf.shape).expand(batch, *leaf.shape).numpy()
              for s, leaf in zip(program.start, program.state, strict=True)]  # fmt: skip
-    names = [leaf.name for leaf in program.state]
-    given = {program.x[0].name: x.numpy()} | dict(zip(names, state, strict=True))
+    first, *names = [given.name for given in session.get_inputs()][: 1 + len(state)]
+    given = {first: x.numpy()} | dict(zip(names, state, strict=True))
     if not one_step:
         return session.run(None, given | ({} if lengths is None else {"lengths": lengths.numpy()}))
     outputs = []
     for row in x.numpy():
-        out, *state = session.run(None, {program.x[0].name: row} | dict(zip(names, state, strict=True)))
+        out, *state = session.run(None, {first: row} | dict(zip(names, state, strict=True)))
         outputs.append(out)
     return [np.stack(outputs), *state]
 
@@ -125,11 +125,36 @@ def steps() -> dict[str, Callable[[], tuple[nn.Module, Tensor]]]:
         return lambda: (kind(6, 6), torch.randn(9, 6))
 
     found = {kind.__name__: cell(kind) for kind in (*WITH_INPUT, *TENSORS)}
+    found |= {name: cell(partial(Own, step)) for name, step in OWN.items()}
     return found | {name: cell(partial(awkward, step)) for name, step in AWKWARD.items()}
 
 
 def awkward(step: Callable[..., tuple[Tensor, Tensor]], n_in: int, n: int) -> nn.Module:
     return Awkward(step, n)
+
+
+class Own(lf.Transition):
+    """A step of two states of 6 and 2 features, given as a function."""
+
+    def __init__(self, step: Callable[..., Any], n_in: int, n: int) -> None:
+        super().__init__()
+        self.step, self.k = step, nn.Parameter(torch.ones(n))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return self.k.new_full((batch, 6), 0.1), self.k.new_zeros(batch, 2)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        return self.step(self, *state, x)
+
+
+OWN: dict[str, Callable[..., Any]] = {
+    "a delay line that hands on": lambda f, a, b, x: (b * f.k[:2], (torch.cat([a[:, 2:], x[:, :2]], -1), a[:, :2])),
+    "parts of the state change places": lambda f, a, b, x: (torch.cat([a[:, 4:], b, x[:, :2]], -1), a[:, 1:3]),
+    "the old state as the output": lambda f, a, b, x: (a, (torch.tanh(a + x), b)),
+    "x itself": lambda f, a, b, x: (0.5 * a + x, (x, x[:, 3:5])),
+    "jumps": lambda f, a, b, x: (torch.floor(a * 10) + torch.fmod(x, 0.7), b + torch.round(x[:, :2] * 2)),
+    "near zero": lambda f, a, b, x: (torch.expm1(1e-4 * x) + torch.log1p(1e-5 * a) * 1e4, b),
+}
 
 
 def test_every_kind_of_step(tmp_path: Path) -> None:
@@ -395,6 +420,89 @@ def test_weights_beside_the_code_and_in_half_precision(tmp_path: Path) -> None:
     assert 1e-7 < np.abs(half - truth).max() < 1e-3
 
 
+def test_a_sequence_to_one(tmp_path: Path) -> None:
+    model, x = lf.SequenceToOne(lf.GRU(3, 5), outputs=2), torch.randn(6, 3)
+    lf.export(model, tmp_path / "m.mjs")
+    (found,) = in_node(tmp_path, ["m"], [x])
+    for t in range(6):
+        np.testing.assert_allclose(found[t], model(x[: t + 1, None])[0].detach(), atol=1e-6)
+
+
+def test_modes_are_left_alone(tmp_path: Path) -> None:
+    model: Any = lf.SequenceToSequence(lf.Stacked([lf.GRU(3, 5), lf.GRU(5, 4)], dropout=0.5), outputs=2).eval()
+    lf.export(model, tmp_path / "m.js")
+    assert not any(part.training for part in model.modules())
+    model.train()
+    model.recurrent.dropout.eval()
+    lf.export(model, tmp_path / "m.js")
+    assert model.training
+    assert not model.recurrent.dropout.training
+
+
+def test_only_what_is_one_of_onnx_own_cells_is_taken_for_one() -> None:
+    assert stock(lf.Stacked([lf.GRU(3, 5), lf.GRU(5, 4)], dropout=0.5)) is not None
+    assert stock(lf.Stacked([lf.GRU(3, 5), lf.GRU(5, 4)], dropout=nn.Tanh())) is None
+    own = lf.GRU(3, 5)
+    own.forward = lambda h, x: 0.5 * lf.GRU.forward(own, h, x)  # type: ignore[method-assign]
+    assert stock(lf.Recurrent(own)) is None
+    assert stock(lf.Recurrent(lf.LayerNormLSTM(3, 5))) is None
+    assert stock(lf.Recurrent(lf.Elman(3, 5, torch.sin))) is None
+
+
+class Named(lf.Transition):
+    """States and x of awkward names."""
+
+    input_size = 2
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
+        return State(torch.zeros(batch, 2), torch.ones(batch, 2))
+
+    def forward(self, state: tuple[Tensor, Tensor], new: Tensor) -> tuple[Tensor, Tensor]:
+        return State(state[1] * 0.5 + new, state[0] - new)
+
+
+class State(NamedTuple):
+    output: Tensor
+    output_after: Tensor
+
+
+@pytest.mark.parametrize("stem", ["product", "main", "exp", "memcpy", "size_t", "NAN", "uniform", "RESIZED"])
+def test_files_and_states_may_have_any_name(stem: str, tmp_path: Path) -> None:
+    model, x = Named(), torch.randn(5, 2)
+    truth = by_definition(model, x)
+    if stem == "NAN":
+        with pytest.raises(ValueError, match="begins every name"):
+            lf.export(model, tmp_path / f"{stem}.c")
+        return
+    lf.export(model, tmp_path / f"{stem}.c")
+    np.testing.assert_allclose(in_c(compiled(tmp_path, [tmp_path / f"{stem}.c"]), stem, x, 2), truth, atol=1e-6)
+    lm = language_model("characters")
+    lf.export(lm, tmp_path / f"{stem}.c", vocabulary=VOCABULARIES["characters"])
+    compiled(tmp_path, [tmp_path / f"{stem}.c"])
+    found = in_onnx(StepProgram.of(model), x[:, None])[0][:, 0]
+    np.testing.assert_allclose(found, truth, atol=1e-6)
+
+
+def test_text_is_read_and_written_as_in_python(tmp_path: Path) -> None:
+    texts = ["to be\n", "我们学习语言。 to be, 学 a\n", "to\x85be\x1fto\ufeff be <eos> <unk> x\n\nto", "\ufeffto be"]
+    for number, vocabulary in enumerate((Words.of(texts[1] * 2), Characters.of("".join(texts)), Bytes())):
+        model = recurrent_lm(vocabulary.size, [lf.Elman(3, 3)], 3)
+        path = tmp_path / f"m{number}.mjs"
+        lf.export(model, path, vocabulary=vocabulary)
+        code = f"console.log(JSON.stringify({json.dumps(texts)}.map((t) => [encode(t), decode(encode(t))])));"
+        for text, (ids, again) in zip(texts, node(path, "encode, decode", code), strict=True):
+            assert ids == vocabulary.beginning(text).tolist()
+            assert again == vocabulary.decode(ids)
+
+
+def test_half_precision_that_does_not_suffice(tmp_path: Path) -> None:
+    model = lf.GRU(3, 5)
+    with torch.no_grad():
+        model.b[0] = -1e9
+    with pytest.raises(ValueError, match=r"half cannot hold 1e\+09"):
+        lf.export(model, tmp_path / "m.js", half=True)
+
+
 # ------------------------------------------------------------------ what cannot be
 
 
@@ -472,6 +580,12 @@ def test_the_c_of_the_page_prints_what_python_prints(page: dict[str, Any]) -> No
     (page["folder"] / "main.c").write_text(page["c"][0])
     done = subprocess.run(page["sh"][0], shell=True, cwd=page["folder"], capture_output=True, text=True, check=True)
     assert done.stdout == page["text"][0]
+    (page["folder"] / "write.c").write_text(page["c"][1])
+    assert CC is not None
+    command = [CC, *STRICT, "write.c", "bard.c", "-o", "bard", "-lm"]
+    subprocess.run(command, cwd=page["folder"], check=True)
+    written = subprocess.run(["./bard"], cwd=page["folder"], capture_output=True, text=True, check=True).stdout
+    assert len(written) == 20
 
 
 def test_the_javascript_of_the_page_writes(page: dict[str, Any]) -> None:

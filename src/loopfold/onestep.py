@@ -13,22 +13,22 @@ from loopfold.transitions import initial_state
 from loopfold.wiring import Pattern
 
 
-def one_step(model: nn.Module | Step) -> Step:
-    """What a stepper calls at every step: `f(state, x) -> state`, or `-> (output, state)`."""
+def one_step(model: nn.Module | Step, who: str = "Stepper") -> Step:
+    """What `who` calls at every step: `f(state, x) -> state`, or `-> (output, state)`."""
     if isinstance(model, type) or not callable(model):
-        raise TypeError(f"a Stepper needs a model such as lf.LSTM(3, 5); got {model!r}.")
+        raise TypeError(f"lf.{who} needs a model such as lf.LSTM(3, 5); got {model!r}.")
     if isinstance(model, nn.RNNBase):
-        raise TypeError(f"{type(model).__name__} is a layer of torch's. Type lf.Stepper(lf.from_torch(...)).")
+        raise TypeError(f"{type(model).__name__} is a layer of torch's. Type lf.{who}(lf.from_torch(...)).")
     if isinstance(model, Recurrent) and _is_ours(model):
         check_hooks(model)
-        return one_step(model.cell)
+        return one_step(model.cell, who)
     if isinstance(model, nn.Module) and not isinstance(model, RecurrentLayer | Pattern):
         return model
     if not isinstance(model, nn.Module):
         return model
     layer = model.recurrent if isinstance(model, SequenceToSequence | SequenceToOne) and _is_ours(model) else model
     if not isinstance(layer, RecurrentLayer) or not all(map(_is_ours, _layers(layer))):
-        raise TypeError(_cannot(model))
+        raise TypeError(_cannot(model, who))
     timed = any(asks_for_index(part.cell, 2) for part in layer.modules() if isinstance(part, Recurrent))
     return TimedSteps(model) if timed else Steps(model)
 
@@ -42,7 +42,7 @@ def _is_ours(part: nn.Module) -> bool:
     """Whether it does at every step what we know: a class derived from ours may do something else."""
     return type(part) in (Recurrent, Stacked) or (
         type(part).predict in (SequenceToSequence.predict, SequenceToOne.predict)
-        and type(part).forward is Pattern.forward
+        and type(part).forward in (Pattern.forward, SequenceToOne.forward)
         if isinstance(part, SequenceToSequence | SequenceToOne)
         else False
     )
@@ -52,7 +52,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, RecurrentLayer)]
 
 
-def _cannot(model: nn.Module) -> str:
+def _cannot(model: nn.Module, who: str) -> str:
     inner = next((part for part in model.modules() if type(part).__name__ == "Bidirectional"), None)
     why = (
         "Bidirectional reads what comes later"
@@ -60,7 +60,7 @@ def _cannot(model: nn.Module) -> str:
         else "it feeds its outputs back, or is a class of your own"
     )
     return (
-        f"a Stepper cannot take single steps of {name_of(model)}: {why}. It takes a transition, lf.Recurrent, "
+        f"lf.{who} cannot take single steps of {name_of(model)}: {why}. It takes a transition, lf.Recurrent, "
         f"lf.Stacked, lf.SequenceToSequence or lf.SequenceToOne; or write the step as a module f(state, x)."
     )
 

@@ -45,7 +45,7 @@ def export(
     ] = False,
     trust: TrustOption = False,
 ) -> None:
-    """A run as a program that needs no Python: C, JavaScript or ONNX. In the first two it reads and writes text."""
+    """A run as a program that needs no Python: C, which reads tokens and writes their texts; JavaScript; or ONNX."""
     from loopfold.errors import OptionError
     from loopfold.exporting.export import LANGUAGES, export
     from loopfold.training.run import open_run

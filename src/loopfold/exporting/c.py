@@ -3,15 +3,17 @@
 import math
 import re
 from collections.abc import Iterable
+from string import Template
 
 import torch
 
 from loopfold.exporting.texts import Texts
-from loopfold.exporting.writing import Writer, indented
+from loopfold.exporting.writing import Writer, indented, single
 
 _FUNCTIONS = {
     "product": """\
-static void product(const float *restrict x, const float *restrict matrix, int rows, int columns, float *restrict y) {
+static void loopfold_product(const float *restrict x, const float *restrict matrix, int rows, int columns,
+                             float *restrict y) {
     int i = 0, j;
     for (j = 0; j < columns; j++) y[j] = 0;
     for (; i + 4 <= rows; i += 4) {  /* four rows at a time, so that y is loaded and stored less often */
@@ -25,7 +27,7 @@ static void product(const float *restrict x, const float *restrict matrix, int r
 }
 """,
     "rows": """\
-static void rows(const float *which, int many, const float *table, int count, int width, float *y) {
+static void loopfold_rows(const float *which, int many, const float *table, int count, int width, float *y) {
     int i, j;
     for (i = 0; i < many; i++) {
         const int k = which[i] > 0 ? (which[i] < count ? (int)which[i] : count - 1) : 0;
@@ -34,34 +36,34 @@ static void rows(const float *which, int many, const float *table, int count, in
 }
 """,
     "take": """\
-static void take(const float *x, const int *from, int width, float *y) {
+static void loopfold_take(const float *x, const int *from, int width, float *y) {
     int i;
     for (i = 0; i < width; i++) y[i] = from[i] < 0 ? 0 : x[from[i]];
 }
 """,
 }
 
-_GENERATE = """\
-static float uniform(unsigned long long *seed) {  /* in [0, 1) */
+_GENERATE = Template("""\
+static float loopfold_uniform(unsigned long long *seed) {  /* in [0, 1) */
     unsigned long long z = (*seed += 0x9E3779B97F4A7C15ULL);
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
     return (float)((z ^ (z >> 31)) >> 40) / 16777216.0f;
 }
 
-long NAME_pick(const float *output, float temperature, long top_k, unsigned long long *seed) {
-    static const long unknown = UNKNOWN;  /* which is never written; -1: there is none */
+long ${name}_pick(const float *output, float temperature, long top_k, unsigned long long *seed) {
+    static const long unknown = $unknown;  /* which is never written; -1: there is none */
     float least = -INFINITY, greatest = -INFINITY, total = 0, left;
     long i, best = -1;
-    for (i = 0; i < SIZE; i++)
+    for (i = 0; i < $size; i++)
         if (i != unknown && (best < 0 || output[i] > greatest)) greatest = output[i], best = i;
     if (!(temperature > 0) || top_k == 1) return best;
-    if (top_k > 0 && top_k < SIZE) {  /* the value of rank top_k */
+    if (top_k > 0 && top_k < $size) {  /* the value of rank top_k */
         float above = INFINITY;
         for (left = (float)top_k; left > 0;) {
             float next = -INFINITY;
             long same = 0;
-            for (i = 0; i < SIZE; i++) {
+            for (i = 0; i < $size; i++) {
                 if (i == unknown || output[i] >= above) continue;
                 if (output[i] > next) next = output[i], same = 0;
                 same += output[i] == next;
@@ -70,10 +72,10 @@ long NAME_pick(const float *output, float temperature, long top_k, unsigned long
             least = above = next, left -= (float)same;
         }
     }
-    for (i = 0; i < SIZE; i++)
+    for (i = 0; i < $size; i++)
         if (i != unknown && output[i] >= least) total += exp((output[i] - greatest) / temperature);
-    left = uniform(seed) * total;
-    for (i = 0; i < SIZE; i++) {
+    left = loopfold_uniform(seed) * total;
+    for (i = 0; i < $size; i++) {
         if (i == unknown || !(output[i] >= least)) continue;
         left -= exp((output[i] - greatest) / temperature);
         if (left < 0) return i;
@@ -82,31 +84,28 @@ long NAME_pick(const float *output, float temperature, long top_k, unsigned long
     return best;
 }
 
-int NAME_generate(NAME *m, const long *prompt, long prompt_length, long *written, long length, float temperature,
-                  long top_k, unsigned long long *seed) {
-    float output[SIZE];
+int ${name}_generate(${name}_model *m, const long *prompt, long prompt_length, long *written, long length,
+                     float temperature, long top_k, unsigned long long *seed) {
+    float output[$size];
     long i;
     for (i = 0; i < prompt_length; i++)
-        if (prompt[i] < 0 || prompt[i] >= SIZE) return -1;
+        if (prompt[i] < 0 || prompt[i] >= $size) return -1;
     for (i = 0; i < prompt_length + length; i++) {
-        NAME_step(m, m->last, output);
+        ${name}_step(m, m->last, output);
         if (i < prompt_length) m->last = prompt[i];
-        else m->last = written[i - prompt_length] = NAME_pick(output, temperature, top_k, seed);
+        else m->last = written[i - prompt_length] = ${name}_pick(output, temperature, top_k, seed);
     }
     return 0;
 }
-"""
+""")
 
 
 class CWriter(Writer):
     variable, constant, truth = "float", "const float", "const int"
 
     def literal(self, number: float) -> str:
-        if math.isnan(number):
-            return "NAN"
-        if math.isinf(number):
-            return "INFINITY" if number > 0 else "-INFINITY"
-        return f"{number:.9e}f"
+        number = single(number)
+        return f"{number:.9e}f" if math.isfinite(number) else _float(number)
 
     def loop_of(self, index: str, count: int) -> str:
         return f"for (int {index} = 0; {index} < {count}; {index}++) {{"
@@ -131,13 +130,15 @@ class CWriter(Writer):
     def source(self, name: str, inside: bool) -> str:
         """The `.c`."""
         program, texts = self.program, self.texts
-        used = [text for function, text in _FUNCTIONS.items() if any(f"{function}(" in line for line in self.body)]
+        used = [
+            text for function, text in _FUNCTIONS.items() if any(f"loopfold_{function}(" in line for line in self.body)
+        ]
         reset = [
             f"memcpy(m->{field}, m->weights + {at}, sizeof m->{field});"
             for field, at in zip(self.fields, self.starts, strict=True)
         ]
         reset += ["m->count = 0;"] if program.counts else []
-        reset += [f"m->last = {texts.size};"] if texts else []
+        reset += [f"m->last = {name.upper()}_START;"] if texts else []
         lines = [
             f"/* One step of {program.name}, made by Loopfold: see {name}.h. */",
             f'#include "{name}.h"',
@@ -155,7 +156,7 @@ class CWriter(Writer):
             f"{name}_reset(m);",
             "}",
             "",
-            f"void {name}_reset({name} *m) {{",
+            f"void {name}_reset({name}_model *m) {{",
             *reset,
             "}",
             "",
@@ -166,7 +167,7 @@ class CWriter(Writer):
         ]
         if texts:
             unknown = str(-1 if texts.unknown is None else texts.unknown)
-            generate = _GENERATE.replace("NAME", name).replace("UNKNOWN", unknown).replace("SIZE", str(texts.size))
+            generate = _GENERATE.substitute(name=name, unknown=unknown, size=texts.size)
             lines += ["", generate, _strings(name, texts)]
         return indented(lines, "    ")
 
@@ -176,7 +177,7 @@ class CWriter(Writer):
         beside = "" if inside else f"; weights are the {self.size} numbers of {name}.bin, which stay where they are"
         sizes = zip(self.fields, program.state, strict=True)
         lines = [
-            f"/* One step of {program.name}, made by Loopfold. A {name} keeps the state of one sequence.",
+            f"/* One step of {program.name}, made by Loopfold. A {name}_model keeps the state of one sequence.",
             "",
             f"   {name}_init   once, before all else{beside}",
             f"   {name}_reset  back to the state before the first step",
@@ -189,10 +190,7 @@ class CWriter(Writer):
             "#endif",
             "",
             f"#define {big}_WEIGHTS {self.size}",
-            *[
-                f"#define {big}_{f'{given.upper()}S {leaf.tokens}' if leaf.tokens else f'{given.upper()} {leaf.size}'}"
-                for given, leaf in zip(self.names, self.x, strict=True)
-            ],
+            *(f"#define {big}_{line}" for line in self._sizes()),
             *[
                 f"#define {big}_{given.upper()} {leaf.size}"
                 for given, leaf in zip(self._outputs, self.outputs, strict=True)
@@ -203,10 +201,10 @@ class CWriter(Writer):
             *[f"    float {field}[{leaf.size}];" for field, leaf in sizes],
             *(["    long count;  /* steps so far */"] if program.counts else []),
             *(["    long last;  /* the token that the next step reads */"] if self.texts else []),
-            f"}} {name};",
+            f"}} {name}_model;",
             "",
             f"{_init(name, inside)};",
-            f"void {name}_reset({name} *m);",
+            f"void {name}_reset({name}_model *m);",
             f"{self._signature(name)};",
             *(_declared(name) if self.texts else []),
             "",
@@ -216,6 +214,14 @@ class CWriter(Writer):
             "#endif",
         ]
         return "\n".join(lines) + "\n"
+
+    def _sizes(self) -> list[str]:
+        """How large x is; of tokens, how many there are."""
+        if self.texts:
+            size = self.texts.size
+            return [f"TOKENS {size}", f"START {size}  /* what the first step reads, before any token */"]
+        pairs = zip(self.names, self.x, strict=True)
+        return [f"{name.upper()}{'_KINDS' if leaf.tokens else ''} {leaf.tokens or leaf.size}" for name, leaf in pairs]
 
     @property
     def _outputs(self) -> list[str]:
@@ -227,7 +233,7 @@ class CWriter(Writer):
             f"long {given}" if leaf.tokens else f"const float *{given}"
             for given, leaf in zip(self.names, self.x, strict=True)
         ]
-        return f"int {name}_step({', '.join([f'{name} *m', *reads, *[f'float *{o}' for o in self._outputs]])})"
+        return f"int {name}_step({', '.join([f'{name}_model *m', *reads, *[f'float *{o}' for o in self._outputs]])})"
 
     def _step(self) -> list[str]:
         program = self.program
@@ -235,13 +241,7 @@ class CWriter(Writer):
             f"memcpy({given}, {row}, {leaf.size} * sizeof(float));"
             for given, row, leaf in zip(self._outputs, self.gives, self.outputs, strict=True)
         ]
-        after = {}
-        for i, row in self.moves.items():
-            after[i] = row
-            if row.startswith("state"):  # it goes to another place of the state, which may be read there too
-                end += [f"float moved{i}[{program.state[i].size}];", f"memcpy(moved{i}, {row}, sizeof moved{i});"]
-                after[i] = f"moved{i}"
-        end += [f"memcpy(m->{self.fields[i]}, {row}, sizeof m->{self.fields[i]});" for i, row in after.items()]
+        end += [f"memcpy(m->{self.fields[i]}, {row}, sizeof m->{self.fields[i]});" for i, row in self.moves.items()]
         end += ["m->count++;"] if program.counts else []
 
         begin = []
@@ -266,7 +266,7 @@ class CWriter(Writer):
 
 
 def _init(name: str, inside: bool) -> str:
-    return f"void {name}_init({name} *m)" if inside else f"void {name}_init({name} *m, const float *weights)"
+    return f"void {name}_init({name}_model *m{'' if inside else ', const float *weights'})"
 
 
 def _declared(name: str) -> list[str]:
@@ -280,7 +280,7 @@ def _declared(name: str) -> list[str]:
         f"long {name}_pick(const float *output, float temperature, long top_k, unsigned long long *seed);",
         "",
         "/* Read a prompt, then write so many tokens; the next call goes on from there. 0, or -1: a token is none. */",
-        f"int {name}_generate({name} *m, const long *prompt, long prompt_length, long *written, long length,",
+        f"int {name}_generate({name}_model *m, const long *prompt, long prompt_length, long *written, long length,",
         f"{' ' * len(f'int {name}_generate(')}float temperature, long top_k, unsigned long long *seed);",
     ]
 

@@ -72,6 +72,8 @@ def export(
             raise OptionError(Argument(name), f" has no effect in {language}: it is for {' and '.join(FOR[name])}.")
     if one_step and lengths:
         raise OptionError("one step has no length: leave out ", Argument("one_step"), " or ", Argument("lengths"), ".")
+    if not path.parent.is_dir():
+        raise OptionError(f"there is no folder {path.parent}: make it first, or name another.")
     if language == "C" and not is_name(path.stem):
         raise ValueError(
             f"{path.stem!r} begins every name of the C code: it must be letters, digits and _, no keyword."

@@ -3,17 +3,20 @@
 import base64
 import json
 import math
+import re
 
 import torch
 
+from loopfold.errors import Argument, OptionError
 from loopfold.exporting.program import StepProgram
-from loopfold.exporting.texts import Texts
-from loopfold.exporting.writing import Writer, indented
+from loopfold.exporting.texts import UNSPACED, Texts
+from loopfold.exporting.writing import Writer, indented, single
+from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS
 
 _FUNCTIONS = {
     "product": """\
-function product(x, w, at, rows, columns, y) {
+function loopfold_product(x, w, at, rows, columns, y) {
   y.fill(0);
   let i = 0;
   for (; i + 4 <= rows; i += 4) {
@@ -25,7 +28,7 @@ function product(x, w, at, rows, columns, y) {
 }
 """,
     "rows": """\
-function rows(which, many, w, at, count, width, y) {
+function loopfold_rows(which, many, w, at, count, width, y) {
   for (let i = 0; i < many; i++) {
     const k = at + Math.min(Math.max(Math.trunc(which[i]) || 0, 0), count - 1) * width;
     for (let j = 0; j < width; j++) y[i * width + j] = w[k + j];
@@ -33,7 +36,7 @@ function rows(which, many, w, at, count, width, y) {
 }
 """,
     "take": """\
-function take(x, from, width, y) {
+function loopfold_take(x, from, width, y) {
   for (let i = 0; i < width; i++) y[i] = from[i] < 0 ? 0 : x[from[i]];
 }
 """,
@@ -82,7 +85,7 @@ function rounded(x, digits, least, beyond) {  // to so many binary digits after 
 }
 _NEEDS = {"erf": ("series", "tail"), "erfc": ("series", "tail"), "rounded": ("rint",)}
 # Where JavaScript says it otherwise than C
-_MATH = "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh sign abs"
+_MATH = "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh abs"
 _OWN = {name: f"Math.{name}({{0}})" for name in _MATH.split()} | {
     "sigmoid": "1 / (1 + Math.exp(-{0}))",
     "rsqrt": "1 / Math.sqrt({0})",
@@ -90,7 +93,7 @@ _OWN = {name: f"Math.{name}({{0}})" for name in _MATH.split()} | {
     "fmod": "{0} % {1}",
     "atan2": "Math.atan2({0}, {1})",
     "pow": "Math.pow({0}, {index})",
-    "power": "Math.pow({0}, {1})",
+    "power": "{0} === 1 ? 1 : Math.pow({0}, {1})",
     "round": "rint({0})",
     "erf": "erf({0})",
     "erfc": "erfc({0})",
@@ -109,9 +112,13 @@ class JavaScriptWriter(Writer):
     def expression(self, op: str) -> str:
         return _OWN.get(op, OPS[op].c)
 
+    def rounded(self, v: Value, what: str) -> str:
+        return what if v.is_bool else f"Math.fround({what})"
+
     def literal(self, number: float) -> str:
+        number = single(number)
         if math.isfinite(number):
-            return repr(float(number))
+            return repr(number)
         return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
     def loop_of(self, index: str, count: int) -> str:
@@ -142,9 +149,11 @@ class JavaScriptWriter(Writer):
         """The module; `half`: its weights have 16 bits each."""
         program, texts = self.program, self.texts
         data = torch.cat([tensor.reshape(-1) for tensor in program.weights()])
+        if half and bool((data.isfinite() & ~data.half().isfinite()).any()):
+            raise OptionError(Argument("half"), f" cannot hold {data[data.isfinite()].abs().max():.3g}: leave it out.")
         packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
         text = "\n".join(self.body)
-        used = [name for name in _FUNCTIONS if f"{name}(" in text]
+        used = [name for name in _FUNCTIONS if re.search(rf"\b(loopfold_)?{name}\(", text)]
         used += [need for name in used for need in _NEEDS.get(name, ())]
         state = ", ".join(f"{field}: state{i}" for i, field in enumerate(self.fields))
         reset = [
@@ -221,9 +230,7 @@ class JavaScriptWriter(Writer):
                 begin.append(f"input{i}[0] = count++;" if self.is_count(k) else f"input{i}.set({self.names[k]});")
         copies = [f"{row}.slice(0, {leaf.size})" for row, leaf in zip(self.gives, self.outputs, strict=True)]
         end = [f"const output = {copies[0] if len(copies) == 1 else '[' + ', '.join(copies) + ']'};"]
-        after = {i: f"moved{i}" if row.startswith("state") else row for i, row in self.moves.items()}
-        end += [f"const moved{i} = {row}.slice();" for i, row in self.moves.items() if row.startswith("state")]
-        end += [f"state{i}.set({row}.subarray(0, {self.program.state[i].size}));" for i, row in after.items()]
+        end += [f"state{i}.set({row}.subarray(0, {self.program.state[i].size}));" for i, row in self.moves.items()]
         return [*begin, *self.body, *end]
 
 
@@ -241,7 +248,7 @@ _WEIGHTS = """function decoded() {
 """
 
 _GENERATE = """// Read a prompt, text or tokens, then write so many tokens; the next call goes on from there.
-function generate(prompt, length, { temperature = 1, topK = 0, random = Math.random } = {}) {
+function generate(prompt, length = 200, { temperature = 1, topK = 0, random = Math.random } = {}) {
 const written = [], read = typeof prompt === "string" ? encode(prompt) : prompt;
 for (let i = 0; i < read.length + length; i++) {
 const output = step(last);
@@ -265,15 +272,23 @@ export function pick(output, temperature = 1, topK = 0, random = Math.random) {
 """
 
 
+# White space in Python
+_SPACE = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+
+
 def _reading(texts: Texts) -> str:
     """The functions that read and write text."""
     tokens = json.dumps([base64.b64encode(token).decode() for token in texts.tokens])
-    encode = _ENCODE[texts.unit]
+    unspaced = re.sub(r"\\U000([0-9a-f]{5})", r"\\u{\1}", UNSPACED.encode("unicode_escape").decode())
+    word = f"/[{unspaced}]|[^{_SPACE}{unspaced}]+/gu" if texts.unspaced else f"/[^{_SPACE}]+/gu"
+    encode = _ENCODE[texts.unit].replace("WORD", word).replace("UNSPACED", unspaced)
+    encode = encode.replace("APART", "true" if texts.unspaced else "false")
     return f"""{_PICK}
 const unknown = {"null" if texts.unknown is None else texts.unknown};
+const utf8 = new TextDecoder("utf-8", {{ ignoreBOM: true }});
 const bytesOf = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 const tokenBytes = {tokens}.map(bytesOf);
-const texts = tokenBytes.map((bytes) => new TextDecoder().decode(bytes));
+const texts = tokenBytes.map((bytes) => utf8.decode(bytes));
 
 // The text of each token
 export {{ texts }};
@@ -283,7 +298,10 @@ export {{ texts }};
 
 _CHARACTERS = """const numbers = new Map(texts.map((text, i) => [text, i]));
 export function encode(text) {
-  return [...text].map((c) => numbers.get(c) ?? 0);
+  return [...text].map((c) => {
+    check(numbers.get(c) > 0, `the model has never seen ${JSON.stringify(c)}`);
+    return numbers.get(c);
+  });
 }
 export function decode(tokens) {
   return tokens.map((i) => texts[i]).join("");
@@ -291,7 +309,7 @@ export function decode(tokens) {
 """
 _BYTES = """export function decode(tokens) {
   const bytes = tokens.flatMap((i) => [...tokenBytes[i]]);
-  return new TextDecoder().decode(Uint8Array.from(bytes));
+  return utf8.decode(Uint8Array.from(bytes));
 }
 """
 _ENCODE = {
@@ -302,16 +320,24 @@ _ENCODE = {
 }
 """
     + _BYTES,
-    "word": """const numbers = new Map(texts.map((text, i) => [text, i]));
-export function encode(text) {  // what stands between white space; a line that is over ends in a token of its own
-  return (text.match(/\\n|\\S+/g) ?? []).map((word) => (word === "<unk>" ? 0 : numbers.get(word) ?? 0));
+    "word": """\
+const numbers = new Map(texts.map((text, i) => [text, i]).slice(2)).set("<unk>", 0).set("<eos>", 1);
+const alone = /^[UNSPACED]/u;
+// What stands between white space, as Python has it; a line that is over ends in a token of its own
+export function encode(text) {
+  const lines = text.split("\\n").map((line) => [...line.matchAll(WORD)].map((word) => numbers.get(word[0]) ?? 0));
+  return lines.flatMap((line, i) => (i < lines.length - 1 ? [...line, 1] : line));
+}
+function tight(a, b) {
+  const lone = [a, b].map((word) => APART && alone.test(word));
+  return lone.includes(true) && [a, b].every((word, i) => lone[i] || !/[\\p{L}\\p{N}]/u.test(word));
 }
 export function decode(tokens, before = []) {
   let last = before.length ? texts[before[before.length - 1]] : "\\n";
   return tokens.map((i) => {
-    const space = last === "\\n" || texts[i] === "\\n" ? "" : " ";
-    last = texts[i];
-    return space + texts[i];
+    const word = texts[i], space = last === "\\n" || word === "\\n" || tight(last, word) ? "" : " ";
+    last = word;
+    return space + word;
   }).join("");
 }
 """,

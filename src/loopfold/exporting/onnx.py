@@ -41,7 +41,7 @@ class Graph:
     def several(self, op: str, *inputs: str, results: int, **attributes: Any) -> list[str]:
         """A node of several results."""
         self._count[0] += 1
-        name = f"{op.lower()}_{self._count[0]}"
+        name = f"/{op.lower()}_{self._count[0]}"  # as no name of the user's begins
         names = [name] if results == 1 else [f"{name}_{i}" for i in range(results)]
         self.nodes.append(self.helper.make_node(op, list(inputs), names, name=name, **attributes))
         return names
@@ -49,7 +49,7 @@ class Graph:
     def tensor(self, value: torch.Tensor) -> str:
         import onnx.numpy_helper
 
-        key = f"constant_{len(self.initializers)}"
+        key = f"/constant_{len(self.initializers)}"
         self.initializers[key] = onnx.numpy_helper.from_array(value.numpy(), key)
         return key
 
@@ -67,7 +67,7 @@ class Operations:
         self.graph, self.states, self.inputs = graph, states, inputs
         rows = graph.node("Slice", graph.node("Shape", (states or inputs)[0]), *map(graph.integers, (0, 1)))
         self.batch = rows
-        self.weights = [graph.tensor(constant) for constant in program.constants]
+        self.constants, self.weights = program.constants, dict[int, str]()
         self.names: dict[Value, str] = {}
         self.alike: set[Value] = set()
         for v in program.order:
@@ -82,12 +82,17 @@ class Operations:
         g = self.graph
         return g.node("Expand", self.names[v], g.node("Concat", self.batch, g.integers(v.width), axis=0))
 
+    def _weight(self, i: int) -> str:
+        if i not in self.weights:
+            self.weights[i] = self.graph.tensor(self.constants[i])
+        return self.weights[i]
+
     def _of(self, v: Value) -> str:
         g = self.graph
         if v.op == "number":
             return g.number(v.index)
         if v.op == "constant":
-            return self.weights[v.index]
+            return self._weight(v.index)
         if v.op == "input":
             return self.inputs[v.index]
         if v.op == "state":
@@ -97,13 +102,13 @@ class Operations:
         a = v.args[0]
         if v.op == "matmul":
             i, transposed = v.index
-            matrix = g.node("Transpose", self.weights[i], perm=[1, 0]) if transposed else self.weights[i]
-            return g.node("MatMul", self.whole(a), matrix)
+            assert not transposed  # which only a way back is
+            return g.node("MatMul", self.whole(a), self._weight(i))
         if v.op == "row":
             i, k = v.index
             inside = g.node("Clip", self.whole(a), g.number(0), g.number(k - 1))
             which = g.node("Cast", inside, to=7)
-            return g.node("Reshape", g.node("Gather", self.weights[i], which, axis=0), g.integers(-1, v.width))
+            return g.node("Reshape", g.node("Gather", self._weight(i), which, axis=0), g.integers(-1, v.width))
         if v.op == "slice":
             ends = map(g.integers, (v.index, v.index + v.width, 1))
             return g.node("Slice", self.whole(a), *ends)
@@ -143,6 +148,15 @@ def _angle(g: Graph, v: Value, a: str, b: str) -> str:
     return g.node("Where", both, zero, beyond)
 
 
+def _near_zero(g: Graph, a: str, u: str, plain: str, grows: bool) -> str:
+    """exp(a) - 1 where u = exp(a), or log(1 + a) where u = 1 + a, without what u has lost of a small a (Kahan)."""
+    one = g.number(1)
+    less = g.node("Sub", u, one)
+    ratio = g.node("Div", less, g.node("Log", u)) if grows else g.node("Div", g.node("Log", u), less)
+    small = g.node("Where", g.node("Equal", u, one), a, g.node("Mul", a, ratio))
+    return g.node("Where", g.node("Less", g.node("Abs", a), g.number(0.5)), small, plain)
+
+
 def _truncated(g: Graph, v: Value, a: str) -> str:
     return g.node("Mul", g.node("Sign", a), g.node("Floor", g.node("Abs", a)))
 
@@ -155,8 +169,8 @@ _MORE: dict[str, Callable[..., str]] = {
     "ne": lambda g, v, a, b: g.node("Not", g.node("Equal", a, b)),
     "fmod": lambda g, v, a, b: g.node("Mod", a, b, fmod=1),
     "atan2": _angle,
-    "expm1": lambda g, v, a: g.node("Sub", g.node("Exp", a), g.number(1)),
-    "log1p": lambda g, v, a: g.node("Log", g.node("Add", a, g.number(1))),
+    "expm1": lambda g, v, a: _near_zero(g, a, g.node("Exp", a), g.node("Sub", g.node("Exp", a), g.number(1)), True),
+    "log1p": lambda g, v, a: _near_zero(g, a, u := g.node("Add", a, g.number(1)), g.node("Log", u), False),
     "rsqrt": lambda g, v, a: g.node("Reciprocal", g.node("Sqrt", a)),
     "pow": lambda g, v, a: g.node("Pow", a, g.number(v.index)),
     "exp2": lambda g, v, a: g.node("Pow", g.number(2), a),
@@ -182,9 +196,8 @@ def onnx_model(program: StepProgram, one_step: bool, lengths: bool, known: Stock
     main = Graph(helper)
     x = program.x[: len(program.x) - program.counts]
     outputs = program.outputs or program.state[:1]
-    given_as = [leaf.name for leaf in x]
-    states = [leaf.name for leaf in program.state]
     results = ["output"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))]
+    given_as, states = _names(program, x, results)
     timed = program.counts or lengths
     time = [] if one_step else ["time"]
 
@@ -223,11 +236,22 @@ def onnx_model(program: StepProgram, one_step: bool, lengths: bool, known: Stock
     model = helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR, producer_name="loopfold"
     )
-    start = {leaf.name: values.reshape(leaf.shape).tolist()
-             for leaf, values in zip(program.state, program.start, strict=True)}  # fmt: skip
+    start = {
+        name: values.reshape(leaf.shape).tolist()
+        for name, leaf, values in zip(states, program.state, program.start, strict=True)
+    }
     helper.set_model_props(model, {"start": json.dumps(start)})  # of one sequence
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def _names(program: StepProgram, x: tuple[Leaf, ...], results: list[str]) -> tuple[list[str], list[str]]:
+    """What x and the leaves of the state are called: as in the cell, where no two are called the same."""
+    given, states = [leaf.name for leaf in x], [leaf.name for leaf in program.state]
+    names = [*given, *states, *(f"{name}_after" for name in states), *results, "lengths", "steps", "t"]
+    if len({*names}) == len(names) and all(map(str.isidentifier, names)):
+        return given, states
+    return [f"x{i}" for i in range(len(given))], [f"state{i}" for i in range(len(states))]
 
 
 def _steps_of(graph: Graph, x: str) -> str:
@@ -280,12 +304,12 @@ def _scan(
         return helper.make_tensor_value_info(name, kind, ["batch", *leaf.shape])
 
     body = Graph(helper, main)
-    before = [f"{leaf.name}_before" for leaf in program.state]
-    now = [f"{name}_now" for name in x]
-    after, out = _step(body, program, before, now, "t_now")
+    before = [f"/before_{i}" for i in range(len(states))]
+    now = [f"/now_{i}" for i in range(len(x))]
+    after, out = _step(body, program, before, now, "/t")
     if lengths:
         given.append(helper.make_tensor_value_info("lengths", TensorProto.INT64, ["batch"]))
-        alive = body.node("Unsqueeze", body.node("Less", "t_now", "lengths"), body.integers(1))
+        alive = body.node("Unsqueeze", body.node("Less", "/t", "lengths"), body.integers(1))
         after = [body.node("Where", alive, new, old) for new, old in zip(after, before, strict=True)]
         out = [body.node("Where", alive, new, body.number(0)) for new in out]
     sequences = [*x]
@@ -298,12 +322,12 @@ def _scan(
     reads = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", leaf.size])
              for name, leaf in zip(before, program.state, strict=True)]  # fmt: skip
     reads += [info(name, leaf) for name, leaf in zip(now, program.x, strict=False)]
-    reads += [helper.make_tensor_value_info("t_now", TensorProto.INT64, [])] if len(sequences) > len(x) else []
+    reads += [helper.make_tensor_value_info("/t", TensorProto.INT64, [])] if len(sequences) > len(x) else []
     names = [body.node("Identity", name) for name in (*after, *out)]  # no two outputs may be one
     gives = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
              for name, width in zip(names, widths, strict=True)]  # fmt: skip
     inner = helper.make_graph(body.nodes, "step", reads, gives)
-    found = [f"scan_{i}" for i in range(len(names))]
+    found = [f"/scan_{i}" for i in range(len(names))]
     main.nodes.append(
         helper.make_node("Scan", [*states, *sequences], found, body=inner, num_scan_inputs=len(sequences))
     )

@@ -15,8 +15,9 @@ from loopfold.engines.programs import program_of
 from loopfold.engines.stepped import StepCode
 from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import RecurrentLM
-from loopfold.onestep import lowest, one_step, start_of
-from loopfold.states import State, Step, asks_for_index, leaves, map_state, name_of
+from loopfold.onestep import Steps, lowest, one_step, start_of
+from loopfold.recurrent import Recurrent
+from loopfold.states import State, Step, asks_for_index, in_evaluation, leaves, map_state, name_of
 from loopfold.stepgraph.graph import Refusal, StepGraph, apply, needed_for
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.transitions import Embedded
@@ -70,16 +71,11 @@ class StepProgram:
             model = model.network
         if isinstance(model, LanguageModel):
             raise Refusal("it has no state that goes from step to step. A recurrent language model has one.")
-        f = one_step(model)
+        f = one_step(model, "export")
         if not isinstance(f, nn.Module):
             raise Refusal("it is a plain function, which may read something else at every call; write an nn.Module.")
-        training = f.training
-        f.eval()
-        try:
-            with torch.no_grad():
-                return _program(model, f, _example(model, f) if x is None else x)
-        finally:
-            f.train(training)
+        with in_evaluation(f), torch.no_grad():
+            return _program(model, f, _example(model, f) if x is None else map_state(lambda leaf: leaf[:1], x))
 
     @cached_property
     def order(self) -> list[Value]:
@@ -166,7 +162,7 @@ def _program(model: Any, f: nn.Module, x: State | None) -> StepProgram:
             for i, (name, leaf) in enumerate(zip(names, recurrence.sequences, strict=True))
         ),
         state=tuple(
-            Leaf(name, tuple(leaf.shape[1:])) for name, leaf in zip(_names(f, graph), leaves(start), strict=True)
+            Leaf(name, tuple(leaf.shape[1:])) for name, leaf in zip(_names(f, start, graph), leaves(start), strict=True)
         ),
         start=tuple(plain(leaf).reshape(-1) for leaf in leaves(start)),
         outputs=tuple(Leaf(f"output{i}", node.shape[1:]) for i, node in enumerate(graph.results)),
@@ -179,9 +175,16 @@ def _program(model: Any, f: nn.Module, x: State | None) -> StepProgram:
     )
 
 
-def _names(f: nn.Module, graph: StepGraph) -> list[str]:
-    """What the leaves of the state are called; of one tensor, as the cell itself calls it."""
-    cell = lowest(f)
-    if len(graph.state) == 1 and isinstance(cell, nn.Module):
-        return [next(iter(signature(cell.forward).parameters))]
-    return [node.name for node in graph.state]
+def _names(f: nn.Module, start: State, graph: StepGraph) -> list[str]:
+    """What the leaves of the state are called: as in the cell, and of several layers with the number of each."""
+    layers = [part for part in f.modules() if isinstance(part, Recurrent)] if isinstance(f, Steps) else []
+    cells: list[Any] = [layer.cell for layer in layers] or [f]
+    of_layers = layers and type(start) is tuple and len(start) == len(layers)
+    parts: Any = start if of_layers else (start,)
+    names = []
+    for i, (cell, state) in enumerate(zip(cells, parts, strict=False)):
+        while isinstance(cell, Embedded):
+            cell = cell.cell
+        own = [*signature(cell.forward).parameters][:1] if isinstance(state, Tensor) else getattr(state, "_fields", ())
+        names += [f"{name}{i if len(cells) > 1 else ''}" for name in own]
+    return names if len(names) == len(graph.state) else [node.name for node in graph.state]

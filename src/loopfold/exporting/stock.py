@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from loopfold.patterns import SequenceToSequence
 from loopfold.recurrent import Recurrent, Stacked, is_plain
+from loopfold.regularisers import VariationalDropout
 from loopfold.transitions import GRU, LSTM, Elman, Embedded
 from loopfold.wiring import Readout
 
@@ -29,41 +30,43 @@ def stock(model: Any) -> Stock | None:
     readout = None
     if type(model) is SequenceToSequence and is_plain(model.readout, Readout):
         model, readout = model.recurrent, model.readout
-    layers = [*model.layers] if type(model) is Stacked else [model]
-    cells = [layer.cell if type(layer) is Recurrent else layer for layer in layers]
+    layers = [model]
+    if is_plain(model, Stacked) and isinstance(model.dropout, nn.Dropout | VariationalDropout):  # nothing in evaluation
+        layers = [*model.layers]
+    cells = [layer.cell if is_plain(layer, Recurrent) else layer for layer in layers]
     table = None
-    if type(cells[0]) is Embedded and type(cells[0].embedding) is nn.Embedding and cells[0].embedding.max_norm is None:
+    if is_plain(cells[0], Embedded) and is_plain(cells[0].embedding, nn.Embedding):
+        if cells[0].embedding.max_norm is not None:
+            return None
         table, cells[0] = cells[0].embedding.weight, cells[0].cell
-    known = all(type(cell) in _ORDERS and _own_step(cell) for cell in cells)
-    return Stock(table, cells, readout) if known else None
+    return None if any(_kind(cell) is None for cell in cells) else Stock(table, cells, readout)
 
 
-def _own_step(cell: Any) -> bool:
-    """Whether nothing changes its step: no hook, no parametrization, and an activation that ONNX has."""
-    if cell._forward_hooks or cell._forward_pre_hooks or hasattr(cell, "parametrizations"):
-        return False
-    return type(cell) is not Elman or cell.activation in _NONLINEARITIES
+def _kind(cell: Any) -> Any:
+    """Which of ONNX's cells it is, as that came: no step of its own, and an activation that ONNX has."""
+    kind = next((kind for kind in _OPS if is_plain(cell, kind)), None)
+    return None if kind is Elman and cell.activation not in _NONLINEARITIES else kind
 
 
 def arranged(cell: Any) -> tuple[Tensor, Tensor, Tensor]:
     """W, R and B of ONNX, each `[1, …]`."""
-    order, n = _ORDERS[type(cell)], cell.hidden_size
+    order, n = _ORDERS[_kind(cell)], cell.hidden_size
 
     def gates(matrix: Tensor) -> Tensor:
         blocks = matrix.detach().float().cpu().reshape(len(order), n, -1)[list(order)]
         return blocks.reshape(len(order) * n, -1)
 
     zero = torch.zeros_like(cell.b)
-    if type(cell) is GRU:
+    if _kind(cell) is GRU:
         zero = torch.cat([zero[: 2 * n], cell.b_hn])
     bias = torch.cat([gates(cell.b), gates(zero)]).reshape(1, -1)
     return gates(cell.U)[None].contiguous(), gates(cell.W)[None].contiguous(), bias
 
 
 def attributes(cell: Any) -> dict[str, Any]:
-    if type(cell) is Elman:
+    if _kind(cell) is Elman:
         return {"activations": [_NONLINEARITIES[cell.activation]]}
-    return {"linear_before_reset": 1} if type(cell) is GRU else {}
+    return {"linear_before_reset": 1} if _kind(cell) is GRU else {}
 
 
 def layers(graph: Any, found: Stock, x: str, states: list[str], lengths: str) -> tuple[list[str], list[str]]:
@@ -72,10 +75,10 @@ def layers(graph: Any, found: Stock, x: str, states: list[str], lengths: str) ->
         x = graph.node("Gather", graph.tensor(found.table.detach().float().cpu()), x, axis=0)
     after, flow = [], iter(states)
     for cell in found.cells:
-        leaves = [graph.node("Unsqueeze", next(flow), graph.integers(0)) for _ in range(1 + (type(cell) is LSTM))]
+        leaves = [graph.node("Unsqueeze", next(flow), graph.integers(0)) for _ in range(1 + (_kind(cell) is LSTM))]
         weights = [graph.tensor(tensor) for tensor in arranged(cell)]
         many = graph.several(
-            _OPS[type(cell)],
+            _OPS[_kind(cell)],
             x,
             *weights,
             lengths,

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from loopfold.text.vocabulary import Vocabulary
+from loopfold.text.vocabulary import UNSPACED, Vocabulary, Words
+
+__all__ = ["UNSPACED", "Texts"]
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,7 @@ class Texts:
     unit: str
     tokens: tuple[bytes, ...]
     unknown: int | None
+    unspaced: bool = False  # of words: whether a character of a script without spaces is one by itself
 
     @property
     def size(self) -> int:
@@ -20,4 +23,5 @@ class Texts:
     @staticmethod
     def of(vocabulary: Vocabulary) -> "Texts":
         table = [entry.encode() if isinstance(entry, str) else bytes(entry) for entry in vocabulary._table]
-        return Texts(vocabulary.unit, tuple(table), vocabulary.unknown)
+        unspaced = isinstance(vocabulary, Words) and vocabulary._unspaced
+        return Texts(vocabulary.unit, tuple(table), vocabulary.unknown, unspaced)

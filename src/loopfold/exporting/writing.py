@@ -4,16 +4,20 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import torch
+
 from loopfold.exporting.program import Leaf, StepProgram
 from loopfold.exporting.texts import Texts
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, Kind
 
-# Words that no variable may be called, of C and of its headers
+# Words that no variable may be called, in C, its headers, C++ or JavaScript
 _WORDS = """
 auto break case char const continue default do double else enum extern float for goto if inline int long register
 restrict return short signed sizeof static struct switch typedef union unsigned void volatile while
-I complex imaginary weights count last
+I complex imaginary NULL NAN INFINITY HUGE_VAL weights count last
+and asm bool catch class delete explicit export false friend mutable namespace new not operator or private protected
+public template this throw true try typename using virtual xor await function import in let null var with yield
 """
 _RESERVED = frozenset(_WORDS.split())
 
@@ -55,11 +59,25 @@ class Writer(ABC):
         self.outputs = program.outputs or program.state[:1]
         self.fields = field_names(program.state)
         self._write()
-        rows = [self.row(value) for value in program.emitted]
+        rows = [self._given(k, value) for k, value in enumerate(program.emitted)]
         self.body = self.lines
         cut = len(program.state)
         self.gives = [rows[k] for k in program.after[cut:] or program.after[:1]]
-        self.moves = {i: rows[k] for i, k in enumerate(program.after[:cut]) if rows[k] != f"state{i}"}
+        self.moves = {i: rows[k] for i, k in enumerate(program.after[:cut]) if not self._stays(i, program.emitted[k])}
+
+    def _given(self, k: int, v: Value) -> str:
+        """The row of emitted value `k`; of what is part of the old state or of x, a copy: these are written over."""
+        row, root = self.row(v), v
+        while root.op == "slice":
+            root = root.args[0]
+        if root.op not in ("state", "input"):
+            return row
+        self.declare(f"given{k}", v.width)
+        self.copy(row, v.width, f"given{k}", 0)
+        return f"given{k}"
+
+    def _stays(self, leaf: int, v: Value) -> bool:
+        return v.op == "state" and v.index == leaf
 
     @property
     def starts(self) -> list[int]:
@@ -92,8 +110,8 @@ class Writer(ABC):
         self.declare(name, v.width)
         if v.op == "matmul":
             i, transposed = v.index
-            call = "product_of_transpose" if transposed else "product"
-            self.call(call, self.row(a), self.weight(self.offsets[i]), str(a.width), str(v.width), name)
+            assert not transposed  # which only a way back is
+            self.call("product", self.row(a), self.weight(self.offsets[i]), str(a.width), str(v.width), name)
         elif v.op == "row":
             i, k = v.index
             each = v.width // a.width
@@ -135,7 +153,7 @@ class Writer(ABC):
             arguments = [self._feature(a, here) for a in v.args]
             index = self.literal(v.index) if isinstance(v.index, int | float) else ""
             what = self.expression(v.op).format(*arguments, index=index)
-            self.lines.append(f"{self.truth if v.is_bool else self.constant} {name} = {what};")
+            self.lines.append(f"{self.truth if v.is_bool else self.constant} {name} = {self.rounded(v, what)};")
             if v in self.program.stored:
                 self.lines.append(f"v{self.number[v]}[i] = {name};")
         self.lines.append("}")
@@ -174,6 +192,10 @@ class Writer(ABC):
     def expression(self, op: str) -> str:
         return OPS[op].c
 
+    def rounded(self, v: Value, what: str) -> str:
+        """An expression, as a number of 32 bits."""
+        return what
+
     @abstractmethod
     def literal(self, number: float) -> str: ...
 
@@ -196,7 +218,12 @@ class Writer(ABC):
     def constant_row(self, index: int, width: int) -> str: ...
 
     def call(self, function: str, *arguments: str) -> None:
-        self.lines.append(f"{function}({', '.join(arguments)});")
+        self.lines.append(f"loopfold_{function}({', '.join(arguments)});")
+
+
+def single(number: float) -> float:
+    """A number as 32 bits have it."""
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def indented(lines: Iterable[str], by: str) -> str:

@@ -169,14 +169,14 @@ def _codes(text: str) -> NDArray[Any]:
 
 # Scripts written without spaces: Thai and Lao, Myanmar, Khmer, then Han and Kana with their punctuation, compatibility
 # and full-width forms, and the extensions. U+3000 is missing since it is white space; Hangul, since Korean has spaces.
-_UNSPACED = (
+UNSPACED = (
     "\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fff\u3001-\u312f\u3190-\u9fff\uf900-\ufaff"
     "\uff01-\uff9f\uffe0-\uffee\U0001aff0-\U0001b16f\U00020000-\U0003ffff"
 )
-_ALONE = re.compile(f"[{_UNSPACED}]")
+_ALONE = re.compile(f"[{UNSPACED}]")
 _EOS = re.compile(r" <eos>(?!\S)")
 _UNKNOWN = re.compile(r"(?<!\S)<unk>(?!\S)")
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+_WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
 @dataclass(frozen=True)
