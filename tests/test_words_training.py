@@ -508,7 +508,7 @@ def flags(text: Path) -> list[object]:
 
 def test_the_command_takes_all_of_it(text: Path, tmp_path: Path) -> None:
     new = (
-        "--vary-window --precision bf16 --average tail --average-share 0.3 --schedule step --decay 0.9 --decay-after 1"
+        "--vary-window --precision bfloat16 --average tail --average-share 0.3 --schedule step --decay 0.9 --decay-after 1"
     )
     code, out, err = said_by(*flags(text), *new.split(), "--dry-run", "--out", tmp_path / "run")
     assert code == 0, err
@@ -535,6 +535,8 @@ def test_the_command_takes_all_of_it(text: Path, tmp_path: Path) -> None:
     ("more", "message"),
     [
         ("--hidden-size 8-", "--hidden-size needs a whole number; got '8-'"),
+        ("--hidden-size 12,10,8", "got '12,10,8'. Sizes by layer are typed as 12-10-8"),
+        ("--hidden-size 1,150", "got '1,150'. Did you mean 1150"),
         ("--hidden-size -8", "--hidden-size must be at least 1; got -8"),
         ("--layers 2", "--layers has no effect here: sizes by layer say how many"),
         ("--window 3 --vary-window", "--vary-window has no effect here: of a window of less than 4 steps"),

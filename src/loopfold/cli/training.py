@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ PANELS = {"split": "Text", "model": "Model", "streams": "Training", "device": "R
 SEPARATED = {"split": "/", "hidden_size": "-"}  # several numbers in one word, and what stands between them
 UNITS = {"char": "characters", "chars": "characters", "character": "characters", "byte": "bytes", "word": "words"}
 UNITS |= {"subword": "subwords", "bpe": "subwords"}
+ALSO = {"unit": UNITS, "cell": {"rnn": "elman"}, "precision": {"bfloat16": "bf16", "fp32": "float32"}}  # other names
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -243,7 +245,7 @@ def _meant(name: str, value: Any) -> Any:
     limits = OPTIONS[name].metadata["limits"]
     if isinstance(limits, tuple) or (name == "cell" and ":" not in value and not value.endswith(".py")):
         value = value.lower()
-    return {"unit": UNITS, "cell": {"rnn": "elman"}}.get(name, {}).get(value, value)
+    return ALSO.get(name, {}).get(value, value)
 
 
 def _shares(split: str) -> tuple[float, ...]:
@@ -262,7 +264,11 @@ def _sizes(typed: str) -> int | tuple[int, ...]:
     try:
         return tuple(map(int, typed.split("-")))
     except ValueError:
-        raise OptionError(needed("--hidden-size", typed, "valid integer")) from None
+        said = needed("--hidden-size", typed, "valid integer")
+        sizes = re.findall(r"\d+", typed)
+        if "Did you mean" not in said and len(sizes) > 1:
+            said += f" Sizes by layer are typed as {'-'.join(sizes)}."
+        raise OptionError(said) from None
 
 
 # ------------------------------------------------------------------ what is said

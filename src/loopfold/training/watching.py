@@ -171,7 +171,8 @@ class Terminal(Watcher):
             return
         self.curve.append(entry["valid"])
         self.progress.update(self.task, curve=sparkline(self.curve))
-        averaged = f"  mean weights of {entry['averaged']:,} steps" if "averaged" in entry else ""
+        count = entry.get("averaged", 0)
+        averaged = f"  mean weights of {count:,} step{'s'[: count > 1]}" if count else ""
         self._print(
             f"{entry['epoch']:>6.1f} {entry['step']:>7,} {entry['train_since_valid']:>7.3f} {entry['valid']:>7.3f} "
             f"{math.exp(min(entry['valid'], 700)):>11.2f}{averaged}"
