@@ -309,6 +309,7 @@ USES: list[tuple[str, ...]] = [
     ("draw", "strange"),
     ("gradients", "strange", "--steps", "5"),
     ("report", "strange"),
+    ("export", "strange", "--to", "strange.js"),
 ]
 
 

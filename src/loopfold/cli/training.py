@@ -266,7 +266,7 @@ def _sizes(typed: str) -> int | tuple[int, ...]:
     except ValueError:
         said = needed("--hidden-size", typed, "valid integer")
         sizes = re.findall(r"\d+", typed)
-        if "Did you mean" not in said and len(sizes) > 1:
+        if "Did you mean" not in said and "." not in typed and len(sizes) > 1:
             said += f" Sizes by layer are typed as {'-'.join(sizes)}."
         raise OptionError(said) from None
 
