@@ -220,6 +220,46 @@ def test_a_stretch_that_is_remembered_is_found_at_its_seams() -> None:
     assert found(engine).sweeps > 2
 
 
+class Log(nn.Module):
+    """The time of the last entry, which is a large number; and a small sum, of all of them or of some stretches."""
+
+    def __init__(self, keep: float) -> None:
+        super().__init__()
+        self.a, self.keep = nn.Parameter(torch.tensor(1.0)), keep
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        time, more, remembered = x.split(1, 1)
+        keep = remembered + (1 - remembered) * self.keep
+        return torch.cat([time, keep * h[:, 1:] + self.a * more], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keep", [1.0, 0.3], ids=["always", "for a stretch"])
+def test_a_small_number_beside_a_large_one_is_remembered(keep: float, dtype: torch.dtype) -> None:
+    cell, x = Log(keep).to(dtype), randn(2000, 2, 3).abs().to(dtype) / 10
+    x[..., 0] += 1.6e9
+    x[..., 2] = 0
+    x[1100:1900, :, 2] = 1  # between the places that are measured
+    engine, start = lf.TimeParallel(chunk=128), torch.zeros(2, 2, dtype=dtype)
+    with pytest.warns(lf.EngineWarning, match="does not forget soon enough"):
+        ours = lf.unfold(cell, x, start, engine=engine).hidden
+    torch.testing.assert_close(ours, lf.unfold(cell, x, start, engine=lf.Sequential()).hidden)
+    assert ("would not be one" if keep == 1 else "a sweep left its seams") in found(engine).why
+    x[1100:, :, 2] = 0
+    if keep < 1:  # and forgotten
+        ours = lf.unfold(cell, x, start, engine=engine).hidden
+        torch.testing.assert_close(ours, lf.unfold(cell, x, start, engine=lf.Sequential()).hidden)
+        assert found(engine).agreed
+
+
+def test_a_large_number_is_disturbed_by_a_large_one() -> None:
+    """What is tried as another state is as far from the first as states are from each other."""
+    x, engine = 1e9 * randn(2000, 1, 1).abs().float(), lf.TimeParallel(chunk=128)
+    with pytest.warns(lf.EngineWarning, match="does not forget soon enough"):
+        lf.unfold(Integrator().float(), x, torch.zeros(1, 1), engine=engine)
+    assert found(engine).forgets is None
+
+
 def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
     """The state is forgotten, since it is set anew; the gradient of what is set is not, since it goes round it."""
 

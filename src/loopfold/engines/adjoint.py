@@ -140,8 +140,8 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
         totals[p] = [a if b is None else b if a is None else a + b for a, b in zip(totals[p], found, strict=True)]
         seams.backward_sweeps += steps / chunks.size
         starts = [
-            None if g is None else g.view(chunks.count, chunks.batch, -1).abs().amax((0, 2)) for g in found[:states]
-        ]
+            None if g is None else g.reshape(chunks.count, chunks.batch, -1).abs().amax(0) for g in found[:states]
+        ]  # [batch, numbers of a state]
         scales = [
             s if g is None else torch.maximum(g, torch.as_tensor(s).to(g)) for s, g in zip(scales, starts, strict=True)
         ]
@@ -175,7 +175,7 @@ def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | No
         elif i < sequences:
             found.append(chunks.unfold(parts))
         elif i < count:
-            found.append(sum(there).view(chunks.count, chunks.batch, *there[0].shape[1:]).sum(0))
+            found.append(sum(there).reshape(chunks.count, chunks.batch, *there[0].shape[1:]).sum(0))
         else:
             found.append(sum(there))
     return found
