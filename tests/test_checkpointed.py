@@ -1,6 +1,7 @@
 """Checkpointed changes memory and time, never the value; and it holds no more than it says."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -263,6 +264,28 @@ def test_hooks_see_whole_gradients_once() -> None:
     lf.unfold(cell, x, engine=lf.Checkpointed(every=6)).hidden.sum().backward()
     torch.testing.assert_close(cell.W.grad, needed)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("engine", [lf.Checkpointed(every=6), lf.TimeParallel(lf.Looped(), chunk=30)], ids=str)
+def test_hooks_see_whole_gradients_in_several_threads(engine: lf.Engine) -> None:
+    cell, x = lf.Elman(3, 5).double(), torch.randn(90, 2, 3).double()
+    with torch.no_grad():
+        cell.W.mul_(0.2)
+    (needed,) = torch.autograd.grad(lf.unfold(cell, x, engine=lf.Sequential()).hidden.sum(), cell.W)
+    seen: list[Tensor] = []
+    cell.W.register_hook(seen.append)
+
+    def work() -> None:
+        for _ in range(8):
+            torch.autograd.grad(lf.unfold(cell, x, engine=engine).hidden.sum(), cell.W)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 32
+    torch.testing.assert_close(seen, [needed] * 32)
 
 
 def test_functions_that_close_over_tensors() -> None:

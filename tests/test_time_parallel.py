@@ -260,18 +260,19 @@ def test_a_large_number_is_disturbed_by_a_large_one() -> None:
     assert found(engine).forgets is None
 
 
-def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
+class Straight(nn.Module):
     """The state is forgotten, since it is set anew; the gradient of what is set is not, since it goes round it."""
 
-    class Straight(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
 
-        def forward(self, h: Tensor, x: Tensor) -> Tensor:
-            h = h + (torch.round(h / 1e3) * 1e3 - h).detach()  # a value of 0, and a gradient of 1
-            return h + self.a * torch.sin(x)
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        h = h + (torch.round(h / 1e3) * 1e3 - h).detach()  # a value of 0, and a gradient of 1
+        return h + self.a * torch.sin(x)
 
+
+def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
     cell, x = Straight(), 0.1 * randn(500, 2, 1)
     engine = lf.TimeParallel(chunk=100)
     with pytest.warns(lf.EngineWarning, match="gradients of Straight were computed by a run in sequence"):
@@ -424,6 +425,30 @@ def test_threads_have_reports_of_their_own() -> None:
     for i, (hidden, report) in results.items():
         torch.testing.assert_close(hidden, truth[i], rtol=EXACT, atol=EXACT)
         assert (report.chunks, report.agreed, report.backward_agreed) == (4 + i, True, True)
+
+
+def test_hooks_see_whole_gradients_once() -> None:
+    """And as they change them, wherever the gradients come from: side by side, or from a run in sequence."""
+    for cell, x in ((small(lf.GRU, 0.3), randn(300, 1, 3)), (Straight(), 0.1 * randn(300, 1, 1))):
+        parameter = next(cell.parameters())
+        results: list[Any] = []
+        seen: list[Tensor] = []
+
+        def hook(g: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(g)
+            return g.clamp(-0.1, 0.1)
+
+        handle = parameter.register_hook(hook)
+        for engine in (lf.Sequential(), lf.TimeParallel(chunk=50)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", lf.EngineWarning)
+                loss = lf.unfold(cell, x, engine=engine).hidden.sum()
+                results.append(torch.autograd.grad(loss, list(cell.parameters())))
+        torch.testing.assert_close(results[1], results[0], rtol=EXACT, atol=EXACT)
+        assert len(seen) == 2
+        handle.remove()
+        lf.unfold(cell, x, engine=lf.Sequential()).hidden.sum().backward()
+        assert len(seen) == 2
 
 
 def test_torch_draws_what_it_would_have_drawn() -> None:

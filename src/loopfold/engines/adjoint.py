@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from loopfold.casts import with_casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Piece, Seams
-from loopfold.engines.kernel import each, once
+from loopfold.engines.kernel import each, once, partial_gradients
 from loopfold.engines.selfcheck import come_many
 from loopfold.states import all_leaves, leaves, name_of
 from loopfold.surroundings import fingerprint
@@ -96,7 +96,7 @@ class _Graph:
         if not pairs:
             return [None] * len(sources)
         outputs, gradients = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
+        found = iter(partial_gradients(outputs, wanted, gradients, keep=True))
         return [next(found) if t.requires_grad else None for t in sources]
 
     def with_ends(self, incoming: list[Tensor | None], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -11,8 +11,8 @@ A piece is run in the same way both times, gradients on: by the same engine, on 
 it gives the same states to the last bit, and each that was kept shows that it did.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from loopfold.casts import casts, with_casts
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.draws import generators, same_generators, set_generators
-from loopfold.engines.kernel import each, once
+from loopfold.engines.kernel import each, once, partial_gradients
 from loopfold.engines.selfcheck import TOLERANCE, come_many, out_of_sight
 from loopfold.engines.sequential import where_alive
 from loopfold.states import State, all_leaves, at_end, detached, leaves, map_state, name_of, parted, rebuild
@@ -260,9 +260,8 @@ class _WayBack:
         found: list[Tensor | None] = [None] * len(wanted)
         places = [i for i, t in enumerate(wanted) if t.requires_grad]
         if pairs and places:
-            with _unhooked(self.run.sources):
-                ends, gs = zip(*pairs, strict=True)
-                gradients = torch.autograd.grad(ends, [wanted[i] for i in places], gs, allow_unused=True)
+            ends, gs = zip(*pairs, strict=True)
+            gradients = partial_gradients(ends, [wanted[i] for i in places], gs)
             for i, gradient in zip(places, gradients, strict=True):
                 found[i] = gradient
         self.carry, others = found[: self.states], found[self.states :]
@@ -358,16 +357,3 @@ def _hidden() -> AbstractContextManager[Any]:
     """While open, hooks on what autograd saves are not called: a piece goes back to nothing."""
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     return out_of_sight() if hooked else nullcontext()
-
-
-@contextmanager
-def _unhooked(tensors: list[Tensor]) -> Iterator[None]:
-    """While open, hooks on tensors are not called: they are for whole gradients, not for that of a piece."""
-    hooked = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
-    for tensor, _ in hooked:
-        tensor._backward_hooks = None
-    try:
-        yield
-    finally:
-        for tensor, hooks in hooked:
-            tensor._backward_hooks = hooks
