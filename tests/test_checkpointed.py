@@ -1,6 +1,7 @@
 """Checkpointed changes memory and time, never the value; and it holds no more than it says."""
 
 import copy
+import random
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -242,8 +243,96 @@ def test_a_mask_of_another_run_is_noticed() -> None:
     layer(x).hidden.sum().backward()
     first = layer(x)
     layer(x)
-    with pytest.raises(RuntimeError, match="was another when it was run again"):
+    with pytest.raises(RuntimeError, match="reads another tensor"):
         first.hidden.sum().backward()
+
+
+class Read(lf.Transition):
+    """What an output alone reads: weights, a buffer, a frozen parameter, a tensor that is neither; and a number."""
+
+    scale: Tensor
+    seen: Tensor
+    latest: Tensor
+
+    def __init__(self, n_in: int = 3, n: int = 4) -> None:
+        super().__init__()
+        self.W, self.U = nn.Parameter(torch.randn(n, n) / n), nn.Parameter(torch.randn(n_in, n))
+        self.V, self.frozen = nn.Parameter(torch.randn(n, 2)), nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("seen", torch.zeros(()))  # these are changed, but not read
+        self.register_buffer("latest", torch.zeros(()))
+        self.plain, self.number = [torch.ones(2)], lambda: 1.0
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ self.W + x @ self.U)
+        self.seen += 1
+        self.latest = h.detach().sum().to(self.latest)
+        return h @ self.V * self.scale * self.frozen * self.plain[0] * self.number(), h
+
+
+def test_what_only_an_output_reads_may_not_change_either() -> None:
+    def scale(cell: Read) -> None:
+        cell.scale = cell.scale * 2
+
+    def in_place(cell: Read) -> None:
+        cell.scale.mul_(2)
+
+    def frozen(cell: Read) -> None:
+        cell.frozen.add_(1)
+
+    def plain(cell: Read) -> None:
+        cell.plain[0].mul_(-1)
+
+    def data(cell: Read) -> None:
+        cell.frozen.data = cell.frozen.data.flip(0) * torch.tensor([1.0, 1.001])
+
+    def nothing(cell: Read) -> None:
+        pass
+
+    x = torch.randn(20, 2, 3)
+    changes = {scale: "another tensor", in_place: "in place", frozen: "in place", plain: "outputs", data: "outputs"}
+    for change, reason in ({nothing: ""} | changes).items():
+        for only_last in (False, True):
+            cell = Read()
+            run: Any = lf.unfold(cell, x, engine=lf.Checkpointed(lf.Sequential(), every=7), only_last=only_last)
+            change(cell)
+            if change is nothing:
+                run.outputs.sum().backward(retain_graph=True)
+                run.outputs.sum().backward()  # when steps have changed `seen` themselves
+                continue
+            with pytest.raises(RuntimeError, match=rf"Read is not what it was .*{reason}.* engine=lf\.Sequential\(\)"):
+                run.outputs.sum().backward()
+    cell = Read()
+    cell.number = lambda: random.random()
+    run = lf.unfold(cell, x, engine=lf.Checkpointed(lf.Sequential(), every=7))
+    with pytest.raises(RuntimeError, match="its outputs after step 14 were others"):
+        run.outputs.sum().backward()
+
+
+def test_a_mask_of_another_run_is_noticed_in_an_output() -> None:
+    cell = Read()
+    layer = lf.Recurrent(cell, lf.Checkpointed(lf.Sequential(), every=6))
+    nn.utils.parametrize.register_parametrization(cell, "V", lf.WeightDrop(0.5))
+    first: Any = layer(torch.randn(20, 2, 3))
+    layer(torch.randn(20, 2, 3))
+    with pytest.raises(RuntimeError, match="reads another tensor"):
+        first.outputs.sum().backward()
+
+
+def test_outputs_that_are_not_finite_are_the_same_again() -> None:
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x)
+        return torch.cat([h.log(), h * factor], 1), h  # NaN where h < 0
+
+    for change in (False, True):
+        factor, x = torch.ones(3), torch.randn(20, 2, 3).requires_grad_()
+        run: Any = lf.unfold(step, x, torch.zeros(2, 3), engine=lf.Checkpointed(lf.Sequential(), every=6))
+        if not change:
+            run.outputs.sum().backward()
+            continue
+        factor.mul_(2)
+        with pytest.raises(RuntimeError, match="were others when they were run again"):
+            run.outputs.sum().backward()
 
 
 # ------------------------------------------------------------------ autograd around it
@@ -339,6 +428,19 @@ def test_autocast_is_as_it_was_forwards() -> None:
             assert ours[0].dtype == plain[0].dtype
             for a, b in zip(ours, plain, strict=True):
                 torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))
+
+
+def test_autocast_leaves_the_checksums_of_outputs_alone() -> None:
+    cell, x = Read(), torch.randn(20, 2, 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            run: Any = lf.unfold(cell, x, engine=lf.Checkpointed(lf.Sequential(), every=6))
+        run.outputs.float().sum().backward()  # outside of it
+        cell.double()
+        run = lf.unfold(cell, x.double(), engine=lf.Checkpointed(lf.Sequential(), every=6))
+        with torch.autocast("cpu", dtype):
+            run.outputs.sum().backward()
+        cell.float()
 
 
 def test_half_precision_sums_are_wide() -> None:

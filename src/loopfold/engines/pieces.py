@@ -8,7 +8,8 @@ So of all that an engine makes of x before its loop, and keeps for its way back,
 several levels, a piece of the first is itself run in pieces, whose states are kept until it is on its way back.
 
 A piece is run in the same way both times, gradients on: by the same engine, on the same numbers in the same order. So
-it gives the same states to the last bit, and each that was kept shows that it did.
+it gives the same states to the last bit, and each that was kept shows that it did; of the outputs of a piece, which no
+state shows, a checksum does. A frozen parameter or a buffer must be the same tensor, at the same version of torch's.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,6 +91,8 @@ class _Run:
         self.needs, self.given = needs[: len(leaves(self.start))], needs[len(leaves(self.start)) :]
         self.marks = fingerprint(full.f) if self.record else ()  # type: ignore[arg-type]
         self.kept: list[_Checkpoint] = []
+        self.checksums: dict[int, list[Tensor]] = {}  # of the outputs of the piece that starts with a step
+        self.held: list[Any] = _held(full.f) if self.record else []  # parameters and buffers
 
     # ------------------------------------------------------------------ there
 
@@ -110,10 +113,15 @@ class _Run:
             for i, row in enumerate(rows):
                 results[i] = self._put(results[i], row.detach(), at.start)
             found.update({id(source): source for source in sources})
+            self.checksums[at.start] = self._checksums(returned)
 
         kept = self._pieces(_Checkpoint(0, self.start, self.needs, self._drawn()), self.recurrence.steps, 0, collect)
         if any(self.flows):
             self.kept, self.sources = kept, list(found.values())
+            # what the steps themselves have changed, such as a count of them, they may change again
+            self.held = [
+                a if a[0] is b[0] and a[1] == b[1] else None for a, b in zip(self.held, _held(f), strict=False)
+            ]
         return results
 
     def _put(self, results: Tensor, rows: Tensor, start: int) -> Tensor:
@@ -196,6 +204,11 @@ class _Run:
         """The gradients of state(0), x, context and what the step reads by itself, in this order."""
         if fingerprint(self.recurrence.f) != self.marks:  # type: ignore[arg-type]
             raise self._changed("something that it reads has been set to another value")
+        for new, old in zip(_held(self.recurrence.f), self.held, strict=True):
+            if old is not None and new[0] is not old[0]:
+                raise self._changed("it reads another tensor")
+            if old is not None and new[1] != old[1]:
+                raise self._changed("a tensor that it holds was changed in place")
         like = leaves(self.start)[0]
         now, way = generators(like), _WayBack(self, incoming)
         try:
@@ -216,6 +229,9 @@ class _Run:
             else:
                 returned, sources, given = self._piece(at)
                 self._check(self._after(at, returned), following)
+                for new, old in zip(self._checksums(returned), self.checksums[at.start], strict=True):
+                    if not torch.allclose(new, old, rtol=0, atol=float(old[-1]), equal_nan=True):
+                        raise self._changed(f"its outputs after step {at.start} were others when they were run again")
                 if {id(t) for t in sources} - {id(t) for t in self.sources}:
                     raise self._changed("it reads another tensor")
                 way.take(at.start, returned, given)
@@ -230,6 +246,12 @@ class _Run:
             margin = share * float(old.nan_to_num(0, 0, 0).abs().max())
             if not torch.allclose(new, old, rtol=share, atol=margin, equal_nan=True):
                 raise self._changed(f"state({kept.start}) was another when it was run again")
+
+    def _checksums(self, returned: State) -> list[Tensor]:
+        """Of each output through which a gradient may come."""
+        outputs = parted(returned, self.start)[0]
+        with with_casts((), self.device):  # there and back alike
+            return [_checksum(leaf.detach()) for leaf in all_leaves(outputs) if leaf.requires_grad]
 
     def _changed(self, what: str) -> RuntimeError:
         return RuntimeError(
@@ -330,6 +352,25 @@ def _like(mask: Tensor, leaf: Tensor, before: int = 0) -> Tensor:
 
 def _zero(leaf: Tensor) -> Any:
     return False if leaf.dtype == torch.bool else 0
+
+
+def _held(f: Any) -> list[tuple[Tensor, int]]:
+    """The parameters and buffers of a step, and how often each has been changed in place."""
+    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
+    return [(t, 0 if t.is_inference() else t._version) for t in tensors]
+
+
+def _checksum(rows: Tensor) -> Tensor:
+    """What `rows [steps, …]` hold, in few numbers: a sum in which each place has its own weight, the norm, a margin.
+
+    Within the margin lie rows that differ by rounding, as they may on a GPU.
+    """
+    rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
+    flat = rows.nan_to_num(0, 0, 0).flatten(1).to(torch.promote_types(rows.dtype, torch.float32))
+    by_step, by_place = (torch.linspace(0.5, 1.5, n, dtype=flat.dtype, device=flat.device) for n in flat.shape)
+    norm = torch.linalg.vector_norm(flat)
+    margin = (TOLERANCE.get(rows.dtype, 0.0) * norm).nan_to_num(0, 0, 0)
+    return torch.stack([by_step @ (flat @ by_place), norm, margin])
 
 
 def _sources(returned: State, begin: int, name: str) -> list[Tensor]:
