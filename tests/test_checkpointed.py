@@ -1,6 +1,7 @@
 """Checkpointed changes memory and time, never the value; and it holds no more than it says."""
 
 import copy
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -47,6 +48,20 @@ def test_several_levels_agree(inner: lf.Engine, spacings: tuple[int, ...], monke
     cell, x = lf.LSTM(3, 5).double(), torch.randn(71, 2, 3).double()
     for lengths in (None, [71, 40]):
         assert_agrees(lf.Checkpointed(inner), cell, x, lengths)
+
+
+@pytest.mark.parametrize("lengths", [None, [400, 170]], ids=str)
+def test_with_chunks_of_time_inside_it_or_around_it(lengths: list[int] | None) -> None:
+    cell, x = lf.Elman(3, 5).double(), torch.randn(400, 2, 3).double()
+    with torch.no_grad():
+        cell.W.mul_(0.2)
+    around = lf.TimeParallel(lf.Checkpointed(every=30), chunk=100)
+    inside = lf.TimeParallel(chunk=64)
+    for engine in (around, lf.Checkpointed(inside, every=200)):
+        assert_agrees(engine, cell, x, lengths)
+    for report in (around.report, inside.report):
+        assert report is not None
+        assert (report.agreed, report.backward_agreed) == (True, True)
 
 
 def test_float32_agrees_too() -> None:
@@ -128,6 +143,16 @@ def test_only_the_last_step(inner: lf.Engine) -> None:
             torch.testing.assert_close(grads, {name: full[name] for name in came}, rtol=1e-11, atol=1e-11)
             torch.testing.assert_close(run.last[1].detach(), full["value 3"], rtol=1e-11, atol=1e-11)
             assert torch.equal(run.hidden[0], run.last_hidden)
+
+
+@pytest.mark.parametrize("lengths", [None, [9, 4]], ids=str)
+def test_of_a_stack_too_there_is_only_the_last_step(lengths: list[int] | None) -> None:
+    stack = lf.Stacked([lf.LSTM(3, 4), lf.Stacked([lf.GRU(4, 5), lf.GRU(5, 6)])])
+    x = torch.randn(9, 2, 3)
+    ends, full = stack(x, lengths=lengths, only_last=True), stack(x, lengths=lengths)
+    assert [len(leaf) for leaf in all_leaves(ends.states, ends.hidden)] == [1] * 5
+    torch.testing.assert_close([leaf[0] for leaf in leaves(ends.states)], leaves(full.last))
+    torch.testing.assert_close(ends.last, full.last)
 
 
 def test_patterns_that_read_the_end_ask_for_no_more() -> None:
@@ -388,6 +413,40 @@ def test_functions_that_close_over_tensors() -> None:
     with pytest.raises(ValueError, match="computed outside of it"):
         lf.unfold(lambda h, x: torch.tanh(h @ M + x), x, torch.zeros(2, 3).double(), engine=lf.Checkpointed())
 
+    refused: list[ValueError] = []
+
+    def elsewhere() -> None:  # where nodes are counted anew
+        try:
+            lf.unfold(lambda h, x: torch.tanh(h @ M + x), x, torch.zeros(2, 3).double(), engine=lf.Checkpointed())
+        except ValueError as error:
+            refused.append(error)
+
+    for _ in range(1000):
+        M = M + 1
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "computed outside of it" in str(refused)
+
+
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.variable = "which is a name as any other"
+        return 2 * h
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Any) -> Any:
+        return 2 * gs[0]
+
+
+def test_a_function_of_ones_own_may_name_things_as_it_likes() -> None:
+    x, found = torch.randn(20, 2, 3).double().requires_grad_(), []
+    for engine in (lf.Sequential(), lf.Checkpointed(lf.Sequential(), every=6)):
+        hidden = lf.unfold(lambda h, x: torch.tanh(Named.apply(h) + x), x, torch.zeros(2, 3).double(), engine=engine)
+        found.append(torch.autograd.grad(hidden.hidden.sum(), x))
+    torch.testing.assert_close(*found)
+
 
 def test_what_kinds_of_gradients_there_are() -> None:
     cell, x = lf.Elman(3, 5).double(), torch.randn(20, 2, 3).double().requires_grad_()
@@ -573,8 +632,30 @@ def test_bad_settings_are_told() -> None:
     x = torch.randn(500, 2, 3)
     with pytest.raises(ValueError, match=r"memory='1 kB' is too little: 500 steps take at least [\d.]+ kB"):
         lf.unfold(lf.Elman(3, 5), x, engine=lf.Checkpointed(memory="1 kB"))
-    with pytest.raises(ValueError, match="FusedCPU cannot run its pieces: it is a plain function"):
-        lf.unfold(lambda h, x: h + x, x, engine=lf.Checkpointed(lf.FusedCPU()))
+    for inner, size in itertools.product((lf.FusedCPU(), lf.Looped(), lf.TimeParallel()), (None, "1 MB")):
+        name, engine = type(inner).__name__, lf.Checkpointed(inner, memory=size)
+        with pytest.raises(ValueError, match=f"{name} cannot run its pieces: it is a plain function"):
+            lf.unfold(lambda h, x: h + x, x, engine=engine)
+        text = lf.Recurrent(lambda h, x: h + x, engine).explain(x, torch.zeros(2, 3))
+        assert f"Checkpointed refuses, because {name} cannot run its pieces" in text
+
+
+class Own(lf.Engine):
+    """An engine of one's own, which runs anything."""
+
+    def refusal(self, recurrence: lf.Recurrence) -> None:
+        return None
+
+    def run(self, recurrence: lf.Recurrence) -> Any:
+        return lf.Sequential().run(recurrence)
+
+
+def test_a_budget_for_an_engine_of_ones_own() -> None:
+    x, found = torch.randn(50, 2, 3).double().requires_grad_(), []
+    for engine in (lf.Sequential(), lf.Checkpointed(Own(), memory="1 MB")):
+        hidden = lf.unfold(lambda h, x: torch.tanh(h + x), x, torch.zeros(2, 3).double(), engine=engine).hidden
+        found.append(torch.autograd.grad(hidden.sum(), x))
+    torch.testing.assert_close(*found)
 
 
 def test_sizes_and_spacings() -> None:

@@ -178,7 +178,8 @@ class _Run:
                 # A sequence that has ended takes one step in each piece, its first again; here it is put out of sight
                 running = full.alive(at.start)
                 returned = map_state(lambda leaf: torch.where(_like(running, leaf, 1), leaf, _zero(leaf)), returned)
-        sources = _sources(returned, begin, name_of(full.f)) if self.record else []
+        made = range(begin, torch._C._autograd._get_sequence_nr())
+        sources = _sources(returned, made, name_of(full.f)) if self.record else []
         ours = {id(t) for t in given}
         return returned, [t for t in sources if id(t) not in ours], given
 
@@ -373,8 +374,11 @@ def _checksum(rows: Tensor) -> Tensor:
     return torch.stack([by_step @ (flat @ by_place), norm, margin])
 
 
-def _sources(returned: State, begin: int, name: str) -> list[Tensor]:
-    """The tensors that autograd's graph of some results goes back to, where its nodes are numbered from `begin` on."""
+def _sources(returned: State, made: range, name: str) -> list[Tensor]:
+    """The tensors that autograd's graph of some results goes back to, where its nodes have the numbers `made`.
+
+    Each thread counts its own nodes, so that one of another thread is seen by its number in most cases.
+    """
     found, seen = list[Tensor](), set[Any]()
     nodes: list[Any] = [leaf.grad_fn for leaf in leaves(returned)]
     while nodes:
@@ -382,9 +386,9 @@ def _sources(returned: State, begin: int, name: str) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        if type(node).__name__ == "AccumulateGrad":
             found.append(node.variable)
-        elif node._sequence_nr() < begin:
+        elif node._sequence_nr() not in made:
             raise ValueError(
                 f"Checkpointed cannot run {name}: it reads a tensor that has a gradient and was computed outside of "
                 f"it ({node.name()}). Compute it in the step, give it as context=, or use engine=lf.Sequential()."

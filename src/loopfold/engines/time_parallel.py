@@ -4,6 +4,7 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,8 +69,9 @@ class TimeParallel(Engine):
 
     @property
     def report(self) -> Seams | None:
-        """What the last run of such an engine in this thread found; gradients are added when they come back."""
-        return getattr(_last, "reports", {}).get(self)
+        """What the last run of this engine in this thread found; gradients are added when they come back."""
+        owner, seams = getattr(_last, "reports", {}).get(id(self), (None, None))
+        return seams if owner is not None and owner() is self else None
 
     def refusal(self, recurrence: Recurrence) -> str | None:
         reason = self.inner.refusal(recurrence) or compiled_refusal(recurrence)  # which knows that rows do not mix
@@ -86,9 +88,8 @@ class TimeParallel(Engine):
 
     def run(self, recurrence: Recurrence) -> State:
         seams = Seams(chunk=recurrence.steps)
-        if not hasattr(_last, "reports"):
-            _last.reports = {}
-        _last.reports[self] = seams
+        known = {key: found for key, found in getattr(_last, "reports", {}).items() if found[0]() is not None}
+        _last.reports = known | {id(self): (weakref.ref(self), seams)}  # an engine need not be hashable
         out = None
         plan = self._plan(recurrence, seams)
         if plan is not None:
