@@ -512,6 +512,18 @@ def test_half_precision_sums_are_wide() -> None:
         assert p.grad is not None
         torch.testing.assert_close(a, p.grad.float(), rtol=0.02, atol=0.02 * float(p.grad.abs().max()))
 
+    class Bias(lf.Transition):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return x + self.b
+
+    count, start = Bias(), torch.zeros(1, 1, dtype=torch.bfloat16)
+    lf.unfold(count, torch.zeros(600, 1, 1).bfloat16(), start, engine=lf.Checkpointed(every=1)).hidden.sum().backward()
+    assert count.b.grad == 600  # a sum in bfloat16 stops at 256, where one more is lost
+
 
 def test_without_gradients_nothing_is_kept() -> None:
     cell, x = lf.LSTM(3, 5), torch.randn(50, 2, 3)
