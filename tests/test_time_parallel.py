@@ -268,11 +268,13 @@ class Straight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.gain: Tensor
         self.a = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+        self.register_buffer("gain", torch.tensor(1.0, dtype=torch.float64))
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         h = h + (torch.round(h / 1e3) * 1e3 - h).detach()  # a value of 0, and a gradient of 1
-        return h + self.a * torch.sin(x)
+        return h + self.gain * self.a * torch.sin(x)
 
 
 def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
@@ -284,10 +286,11 @@ def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -
     theirs = everything(cell, x, lf.Sequential())
     assert {k: e for k, e in errors(ours, theirs).items() if not e <= EXACT} == {}
 
-    hidden = lf.unfold(cell, x, engine=engine).hidden
-    cell.scale = 2.0  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="Straight was changed between its run and its gradients"):
-        hidden.sum().backward()
+    for name, value in (("scale", 2.0), ("gain", 2 * cell.gain)):
+        hidden = lf.unfold(cell, x, engine=engine).hidden
+        setattr(cell, name, value)
+        with pytest.raises(RuntimeError, match="Straight was changed between its run and its gradients"):
+            hidden.sum().backward()
 
 
 def test_numbers_that_are_not_finite_end_it() -> None:

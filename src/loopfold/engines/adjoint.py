@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from loopfold.casts import with_casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Piece, Seams
-from loopfold.engines.kernel import each, once, partial_gradients
+from loopfold.engines.kernel import each, held, once, partial_gradients
 from loopfold.engines.selfcheck import come_many
 from loopfold.states import all_leaves, leaves, name_of
 from loopfold.surroundings import fingerprint
@@ -26,12 +26,20 @@ class Work:
     chunks: Chunks
     tolerance: float
     seams: Seams
-    marks: Any  # of the step, as it was
+    marks: "Marks"  # of the step, as it was
 
 
-def fingerprint_of(recurrence: Recurrence) -> Any:
-    assert isinstance(recurrence.f, nn.Module)
-    return fingerprint(recurrence.f)
+class Marks:
+    """What a step reads by itself, as it is now."""
+
+    def __init__(self, f: Any) -> None:
+        assert isinstance(f, nn.Module)
+        self.around, self.held = fingerprint(f), held(f)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Marks) or self.around != other.around:
+            return False
+        return all(a is b and v == w for (a, v), (b, w) in zip(self.held, other.held, strict=True))
 
 
 class WayBack(torch.autograd.Function):
@@ -184,7 +192,7 @@ def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | No
 def _in_sequence(work: Work, tensors: list[Tensor], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same gradients from a run in sequence, for steps whose gradients are not forgotten."""
     recurrence, count = work.recurrence, len(work.recurrence.tensors)
-    if fingerprint_of(recurrence) != work.marks:
+    if Marks(recurrence.f) != work.marks:
         raise RuntimeError(
             f"{name_of(recurrence.f)} was changed between its run and its gradients, which need another run. Change "
             f"it after backward(), or use engine=lf.Auto()."

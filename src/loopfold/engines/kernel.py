@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopfold.casts import with_casts
 from loopfold.engines.base import Engine
@@ -125,6 +125,12 @@ class LoopFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             results = once(type(ctx.engine).__name__, results, sources)
         return (*[None] * 6, *results)
+
+
+def held(f: Any) -> list[tuple[Tensor, int]]:
+    """The parameters and buffers of a step, and how often each has been changed in place."""
+    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
+    return [(t, 0 if t.is_inference() else t._version) for t in tensors]
 
 
 _partial = threading.local()  # whether this thread computes a part of a gradient

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from loopfold.casts import casts, with_casts
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.draws import generators, same_generators, set_generators
-from loopfold.engines.kernel import each, once, partial_gradients
+from loopfold.engines.kernel import each, held, once, partial_gradients
 from loopfold.engines.selfcheck import TOLERANCE, come_many, out_of_sight
 from loopfold.engines.sequential import where_alive
 from loopfold.states import State, all_leaves, at_end, detached, leaves, map_state, name_of, parted, rebuild
@@ -92,7 +92,7 @@ class _Run:
         self.marks = fingerprint(full.f) if self.record else ()  # type: ignore[arg-type]
         self.kept: list[_Checkpoint] = []
         self.checksums: dict[int, list[Tensor]] = {}  # of the outputs of the piece that starts with a step
-        self.held: list[Any] = _held(full.f) if self.record else []  # parameters and buffers
+        self.held: list[Any] = held(full.f) if self.record else []  # parameters and buffers
 
     # ------------------------------------------------------------------ there
 
@@ -119,9 +119,7 @@ class _Run:
         if any(self.flows):
             self.kept, self.sources = kept, list(found.values())
             # what the steps themselves have changed, such as a count of them, they may change again
-            self.held = [
-                a if a[0] is b[0] and a[1] == b[1] else None for a, b in zip(self.held, _held(f), strict=False)
-            ]
+            self.held = [a if a[0] is b[0] and a[1] == b[1] else None for a, b in zip(self.held, held(f), strict=False)]
         return results
 
     def _put(self, results: Tensor, rows: Tensor, start: int) -> Tensor:
@@ -205,7 +203,7 @@ class _Run:
         """The gradients of state(0), x, context and what the step reads by itself, in this order."""
         if fingerprint(self.recurrence.f) != self.marks:  # type: ignore[arg-type]
             raise self._changed("something that it reads has been set to another value")
-        for new, old in zip(_held(self.recurrence.f), self.held, strict=True):
+        for new, old in zip(held(self.recurrence.f), self.held, strict=True):
             if old is not None and new[0] is not old[0]:
                 raise self._changed("it reads another tensor")
             if old is not None and new[1] != old[1]:
@@ -353,12 +351,6 @@ def _like(mask: Tensor, leaf: Tensor, before: int = 0) -> Tensor:
 
 def _zero(leaf: Tensor) -> Any:
     return False if leaf.dtype == torch.bool else 0
-
-
-def _held(f: Any) -> list[tuple[Tensor, int]]:
-    """The parameters and buffers of a step, and how often each has been changed in place."""
-    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
-    return [(t, 0 if t.is_inference() else t._version) for t in tensors]
 
 
 def _checksum(rows: Tensor) -> Tensor:

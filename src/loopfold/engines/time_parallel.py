@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopfold.engines.adjoint import WayBack, Work, fingerprint_of
+from loopfold.engines.adjoint import Marks, WayBack, Work
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Seams, distance, largest
@@ -175,7 +175,7 @@ class TimeParallel(Engine):
         seams.agreed = True
         whole = [chunks.unfold(parts) for parts in zip(*(leaves(detached(p.out)) for p in pieces), strict=True)]
         if record:
-            work = Work(self.inner, recurrence, chunks, tolerance, seams, fingerprint_of(recurrence))
+            work = Work(self.inner, recurrence, chunks, tolerance, seams, Marks(recurrence.f))
             whole = list(WayBack.apply(work, whole, pieces, *tensors))
         return rebuild(pieces[0].out, whole)
 
