@@ -1,6 +1,9 @@
 """Checkpointed changes memory and time, never the value; and it holds no more than it says."""
 
 import copy
+import itertools
+import random
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +48,20 @@ def test_several_levels_agree(inner: lf.Engine, spacings: tuple[int, ...], monke
     cell, x = lf.LSTM(3, 5).double(), torch.randn(71, 2, 3).double()
     for lengths in (None, [71, 40]):
         assert_agrees(lf.Checkpointed(inner), cell, x, lengths)
+
+
+@pytest.mark.parametrize("lengths", [None, [400, 170]], ids=str)
+def test_with_chunks_of_time_inside_it_or_around_it(lengths: list[int] | None) -> None:
+    cell, x = lf.Elman(3, 5).double(), torch.randn(400, 2, 3).double()
+    with torch.no_grad():
+        cell.W.mul_(0.2)
+    around = lf.TimeParallel(lf.Checkpointed(every=30), chunk=100)
+    inside = lf.TimeParallel(chunk=64)
+    for engine in (around, lf.Checkpointed(inside, every=200)):
+        assert_agrees(engine, cell, x, lengths)
+    for report in (around.report, inside.report):
+        assert report is not None
+        assert (report.agreed, report.backward_agreed) == (True, True)
 
 
 def test_float32_agrees_too() -> None:
@@ -126,6 +143,16 @@ def test_only_the_last_step(inner: lf.Engine) -> None:
             torch.testing.assert_close(grads, {name: full[name] for name in came}, rtol=1e-11, atol=1e-11)
             torch.testing.assert_close(run.last[1].detach(), full["value 3"], rtol=1e-11, atol=1e-11)
             assert torch.equal(run.hidden[0], run.last_hidden)
+
+
+@pytest.mark.parametrize("lengths", [None, [9, 4]], ids=str)
+def test_of_a_stack_too_there_is_only_the_last_step(lengths: list[int] | None) -> None:
+    stack = lf.Stacked([lf.LSTM(3, 4), lf.Stacked([lf.GRU(4, 5), lf.GRU(5, 6)])])
+    x = torch.randn(9, 2, 3)
+    ends, full = stack(x, lengths=lengths, only_last=True), stack(x, lengths=lengths)
+    assert [len(leaf) for leaf in all_leaves(ends.states, ends.hidden)] == [1] * 5
+    torch.testing.assert_close([leaf[0] for leaf in leaves(ends.states)], leaves(full.last))
+    torch.testing.assert_close(ends.last, full.last)
 
 
 def test_patterns_that_read_the_end_ask_for_no_more() -> None:
@@ -241,8 +268,96 @@ def test_a_mask_of_another_run_is_noticed() -> None:
     layer(x).hidden.sum().backward()
     first = layer(x)
     layer(x)
-    with pytest.raises(RuntimeError, match="was another when it was run again"):
+    with pytest.raises(RuntimeError, match="reads another tensor"):
         first.hidden.sum().backward()
+
+
+class Read(lf.Transition):
+    """What an output alone reads: weights, a buffer, a frozen parameter, a tensor that is neither; and a number."""
+
+    scale: Tensor
+    seen: Tensor
+    latest: Tensor
+
+    def __init__(self, n_in: int = 3, n: int = 4) -> None:
+        super().__init__()
+        self.W, self.U = nn.Parameter(torch.randn(n, n) / n), nn.Parameter(torch.randn(n_in, n))
+        self.V, self.frozen = nn.Parameter(torch.randn(n, 2)), nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("seen", torch.zeros(()))  # these are changed, but not read
+        self.register_buffer("latest", torch.zeros(()))
+        self.plain, self.number = [torch.ones(2)], lambda: 1.0
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ self.W + x @ self.U)
+        self.seen += 1
+        self.latest = h.detach().sum().to(self.latest)
+        return h @ self.V * self.scale * self.frozen * self.plain[0] * self.number(), h
+
+
+def test_what_only_an_output_reads_may_not_change_either() -> None:
+    def scale(cell: Read) -> None:
+        cell.scale = cell.scale * 2
+
+    def in_place(cell: Read) -> None:
+        cell.scale.mul_(2)
+
+    def frozen(cell: Read) -> None:
+        cell.frozen.add_(1)
+
+    def plain(cell: Read) -> None:
+        cell.plain[0].mul_(-1)
+
+    def data(cell: Read) -> None:
+        cell.frozen.data = cell.frozen.data.flip(0) * torch.tensor([1.0, 1.001])
+
+    def nothing(cell: Read) -> None:
+        pass
+
+    x = torch.randn(20, 2, 3)
+    changes = {scale: "another tensor", in_place: "in place", frozen: "in place", plain: "outputs", data: "outputs"}
+    for change, reason in ({nothing: ""} | changes).items():
+        for only_last in (False, True):
+            cell = Read()
+            run: Any = lf.unfold(cell, x, engine=lf.Checkpointed(lf.Sequential(), every=7), only_last=only_last)
+            change(cell)
+            if change is nothing:
+                run.outputs.sum().backward(retain_graph=True)
+                run.outputs.sum().backward()  # when steps have changed `seen` themselves
+                continue
+            with pytest.raises(RuntimeError, match=rf"Read is not what it was .*{reason}.* engine=lf\.Sequential\(\)"):
+                run.outputs.sum().backward()
+    cell = Read()
+    cell.number = lambda: random.random()
+    run = lf.unfold(cell, x, engine=lf.Checkpointed(lf.Sequential(), every=7))
+    with pytest.raises(RuntimeError, match="its outputs after step 14 were others"):
+        run.outputs.sum().backward()
+
+
+def test_a_mask_of_another_run_is_noticed_in_an_output() -> None:
+    cell = Read()
+    layer = lf.Recurrent(cell, lf.Checkpointed(lf.Sequential(), every=6))
+    nn.utils.parametrize.register_parametrization(cell, "V", lf.WeightDrop(0.5))
+    first: Any = layer(torch.randn(20, 2, 3))
+    layer(torch.randn(20, 2, 3))
+    with pytest.raises(RuntimeError, match="reads another tensor"):
+        first.outputs.sum().backward()
+
+
+def test_outputs_that_are_not_finite_are_the_same_again() -> None:
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x)
+        return torch.cat([h.log(), h * factor], 1), h  # NaN where h < 0
+
+    for change in (False, True):
+        factor, x = torch.ones(3), torch.randn(20, 2, 3).requires_grad_()
+        run: Any = lf.unfold(step, x, torch.zeros(2, 3), engine=lf.Checkpointed(lf.Sequential(), every=6))
+        if not change:
+            run.outputs.sum().backward()
+            continue
+        factor.mul_(2)
+        with pytest.raises(RuntimeError, match="were others when they were run again"):
+            run.outputs.sum().backward()
 
 
 # ------------------------------------------------------------------ autograd around it
@@ -265,6 +380,28 @@ def test_hooks_see_whole_gradients_once() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("engine", [lf.Checkpointed(every=6), lf.TimeParallel(lf.Looped(), chunk=30)], ids=str)
+def test_hooks_see_whole_gradients_in_several_threads(engine: lf.Engine) -> None:
+    cell, x = lf.Elman(3, 5).double(), torch.randn(90, 2, 3).double()
+    with torch.no_grad():
+        cell.W.mul_(0.2)
+    (needed,) = torch.autograd.grad(lf.unfold(cell, x, engine=lf.Sequential()).hidden.sum(), cell.W)
+    seen: list[Tensor] = []
+    cell.W.register_hook(seen.append)
+
+    def work() -> None:
+        for _ in range(8):
+            torch.autograd.grad(lf.unfold(cell, x, engine=engine).hidden.sum(), cell.W)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 32
+    torch.testing.assert_close(seen, [needed] * 32)
+
+
 def test_functions_that_close_over_tensors() -> None:
     W, x = torch.randn(3, 3).double().requires_grad_(), torch.randn(20, 2, 3).double()
     found = []
@@ -275,6 +412,40 @@ def test_functions_that_close_over_tensors() -> None:
     M = W.exp()
     with pytest.raises(ValueError, match="computed outside of it"):
         lf.unfold(lambda h, x: torch.tanh(h @ M + x), x, torch.zeros(2, 3).double(), engine=lf.Checkpointed())
+
+    refused: list[ValueError] = []
+
+    def elsewhere() -> None:  # where nodes are counted anew
+        try:
+            lf.unfold(lambda h, x: torch.tanh(h @ M + x), x, torch.zeros(2, 3).double(), engine=lf.Checkpointed())
+        except ValueError as error:
+            refused.append(error)
+
+    for _ in range(1000):
+        M = M + 1
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "computed outside of it" in str(refused)
+
+
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.variable = "which is a name as any other"
+        return 2 * h
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Any) -> Any:
+        return 2 * gs[0]
+
+
+def test_a_function_of_ones_own_may_name_things_as_it_likes() -> None:
+    x, found = torch.randn(20, 2, 3).double().requires_grad_(), []
+    for engine in (lf.Sequential(), lf.Checkpointed(lf.Sequential(), every=6)):
+        hidden = lf.unfold(lambda h, x: torch.tanh(Named.apply(h) + x), x, torch.zeros(2, 3).double(), engine=engine)
+        found.append(torch.autograd.grad(hidden.hidden.sum(), x))
+    torch.testing.assert_close(*found)
 
 
 def test_what_kinds_of_gradients_there_are() -> None:
@@ -318,6 +489,19 @@ def test_autocast_is_as_it_was_forwards() -> None:
                 torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))
 
 
+def test_autocast_leaves_the_checksums_of_outputs_alone() -> None:
+    cell, x = Read(), torch.randn(20, 2, 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            run: Any = lf.unfold(cell, x, engine=lf.Checkpointed(lf.Sequential(), every=6))
+        run.outputs.float().sum().backward()  # outside of it
+        cell.double()
+        run = lf.unfold(cell, x.double(), engine=lf.Checkpointed(lf.Sequential(), every=6))
+        with torch.autocast("cpu", dtype):
+            run.outputs.sum().backward()
+        cell.float()
+
+
 def test_half_precision_sums_are_wide() -> None:
     cell, x = lf.Elman(3, 5, dtype=torch.bfloat16), torch.randn(64, 2, 3, dtype=torch.bfloat16)
     lf.unfold(cell, x, engine=lf.Checkpointed(lf.Looped(), every=1)).hidden.sum().backward()
@@ -327,6 +511,18 @@ def test_half_precision_sums_are_wide() -> None:
     for a, p in zip(many, cell.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(a, p.grad.float(), rtol=0.02, atol=0.02 * float(p.grad.abs().max()))
+
+    class Bias(lf.Transition):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return x + self.b
+
+    count, start = Bias(), torch.zeros(1, 1, dtype=torch.bfloat16)
+    lf.unfold(count, torch.zeros(600, 1, 1).bfloat16(), start, engine=lf.Checkpointed(every=1)).hidden.sum().backward()
+    assert count.b.grad == 600  # a sum in bfloat16 stops at 256, where one more is lost
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -448,8 +644,30 @@ def test_bad_settings_are_told() -> None:
     x = torch.randn(500, 2, 3)
     with pytest.raises(ValueError, match=r"memory='1 kB' is too little: 500 steps take at least [\d.]+ kB"):
         lf.unfold(lf.Elman(3, 5), x, engine=lf.Checkpointed(memory="1 kB"))
-    with pytest.raises(ValueError, match="FusedCPU cannot run its pieces: it is a plain function"):
-        lf.unfold(lambda h, x: h + x, x, engine=lf.Checkpointed(lf.FusedCPU()))
+    for inner, size in itertools.product((lf.FusedCPU(), lf.Looped(), lf.TimeParallel()), (None, "1 MB")):
+        name, engine = type(inner).__name__, lf.Checkpointed(inner, memory=size)
+        with pytest.raises(ValueError, match=f"{name} cannot run its pieces: it is a plain function"):
+            lf.unfold(lambda h, x: h + x, x, engine=engine)
+        text = lf.Recurrent(lambda h, x: h + x, engine).explain(x, torch.zeros(2, 3))
+        assert f"Checkpointed refuses, because {name} cannot run its pieces" in text
+
+
+class Own(lf.Engine):
+    """An engine of one's own, which runs anything."""
+
+    def refusal(self, recurrence: lf.Recurrence) -> None:
+        return None
+
+    def run(self, recurrence: lf.Recurrence) -> Any:
+        return lf.Sequential().run(recurrence)
+
+
+def test_a_budget_for_an_engine_of_ones_own() -> None:
+    x, found = torch.randn(50, 2, 3).double().requires_grad_(), []
+    for engine in (lf.Sequential(), lf.Checkpointed(Own(), memory="1 MB")):
+        hidden = lf.unfold(lambda h, x: torch.tanh(h + x), x, torch.zeros(2, 3).double(), engine=engine).hidden
+        found.append(torch.autograd.grad(hidden.sum(), x))
+    torch.testing.assert_close(*found)
 
 
 def test_sizes_and_spacings() -> None:

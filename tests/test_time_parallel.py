@@ -4,6 +4,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -85,7 +86,9 @@ def test_any_length_and_any_chunk(tau: int, chunk: int | None) -> None:
         ours, theirs = (lf.unfold(cell, x, engine=e).hidden for e in (engine, lf.Sequential()))
         torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
     assert found(engine).agreed == (tau >= 2 * (chunk or 128))
-    assert found(engine).chunks == 1 if chunk == 2000 else True
+    size = found(engine).chunk
+    assert size == (tau if not found(engine).agreed else chunk or 128)
+    assert found(engine).chunks == -(-tau // size)
 
 
 # ------------------------------------------------------------------ what a step may read and give
@@ -220,18 +223,61 @@ def test_a_stretch_that_is_remembered_is_found_at_its_seams() -> None:
     assert found(engine).sweeps > 2
 
 
-def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
+class Log(nn.Module):
+    """The time of the last entry, which is a large number; and a small sum, of all of them or of some stretches."""
+
+    def __init__(self, keep: float) -> None:
+        super().__init__()
+        self.a, self.keep = nn.Parameter(torch.tensor(1.0)), keep
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        time, more, remembered = x.split(1, 1)
+        keep = remembered + (1 - remembered) * self.keep
+        return torch.cat([time, keep * h[:, 1:] + self.a * more], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keep", [1.0, 0.3], ids=["always", "for a stretch"])
+def test_a_small_number_beside_a_large_one_is_remembered(keep: float, dtype: torch.dtype) -> None:
+    cell, x = Log(keep).to(dtype), randn(2000, 2, 3).abs().to(dtype) / 10
+    x[..., 0] += 1.6e9
+    x[..., 2] = 0
+    x[1100:1900, :, 2] = 1  # between the places that are measured
+    engine, start = lf.TimeParallel(chunk=128), torch.zeros(2, 2, dtype=dtype)
+    with pytest.warns(lf.EngineWarning, match="does not forget soon enough"):
+        ours = lf.unfold(cell, x, start, engine=engine).hidden
+    torch.testing.assert_close(ours, lf.unfold(cell, x, start, engine=lf.Sequential()).hidden)
+    assert ("would not be one" if keep == 1 else "a sweep left its seams") in found(engine).why
+    x[1100:, :, 2] = 0
+    if keep < 1:  # and forgotten
+        ours = lf.unfold(cell, x, start, engine=engine).hidden
+        torch.testing.assert_close(ours, lf.unfold(cell, x, start, engine=lf.Sequential()).hidden)
+        assert found(engine).agreed
+
+
+def test_a_large_number_is_disturbed_by_a_large_one() -> None:
+    """What is tried as another state is as far from the first as states are from each other."""
+    x, engine = 1e9 * randn(2000, 1, 1).abs().float(), lf.TimeParallel(chunk=128)
+    with pytest.warns(lf.EngineWarning, match="does not forget soon enough"):
+        lf.unfold(Integrator().float(), x, torch.zeros(1, 1), engine=engine)
+    assert found(engine).forgets is None
+
+
+class Straight(nn.Module):
     """The state is forgotten, since it is set anew; the gradient of what is set is not, since it goes round it."""
 
-    class Straight(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain: Tensor
+        self.a = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+        self.register_buffer("gain", torch.tensor(1.0, dtype=torch.float64))
 
-        def forward(self, h: Tensor, x: Tensor) -> Tensor:
-            h = h + (torch.round(h / 1e3) * 1e3 - h).detach()  # a value of 0, and a gradient of 1
-            return h + self.a * torch.sin(x)
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        h = h + (torch.round(h / 1e3) * 1e3 - h).detach()  # a value of 0, and a gradient of 1
+        return h + self.gain * self.a * torch.sin(x)
 
+
+def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
     cell, x = Straight(), 0.1 * randn(500, 2, 1)
     engine = lf.TimeParallel(chunk=100)
     with pytest.warns(lf.EngineWarning, match="gradients of Straight were computed by a run in sequence"):
@@ -240,10 +286,11 @@ def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -
     theirs = everything(cell, x, lf.Sequential())
     assert {k: e for k, e in errors(ours, theirs).items() if not e <= EXACT} == {}
 
-    hidden = lf.unfold(cell, x, engine=engine).hidden
-    cell.scale = 2.0  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="Straight was changed between its run and its gradients"):
-        hidden.sum().backward()
+    for name, value in (("scale", 2.0), ("gain", 2 * cell.gain)):
+        hidden = lf.unfold(cell, x, engine=engine).hidden
+        setattr(cell, name, value)
+        with pytest.raises(RuntimeError, match="Straight was changed between its run and its gradients"):
+            hidden.sum().backward()
 
 
 def test_numbers_that_are_not_finite_end_it() -> None:
@@ -384,6 +431,69 @@ def test_threads_have_reports_of_their_own() -> None:
     for i, (hidden, report) in results.items():
         torch.testing.assert_close(hidden, truth[i], rtol=EXACT, atol=EXACT)
         assert (report.chunks, report.agreed, report.backward_agreed) == (4 + i, True, True)
+
+
+def test_hooks_see_whole_gradients_once() -> None:
+    """And as they change them, wherever the gradients come from: side by side, or from a run in sequence."""
+    for cell, x in ((small(lf.GRU, 0.3), randn(300, 1, 3)), (Straight(), 0.1 * randn(300, 1, 1))):
+        parameter = next(cell.parameters())
+        results: list[Any] = []
+        seen: list[Tensor] = []
+
+        def hook(g: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(g)
+            return g.clamp(-0.1, 0.1)
+
+        handle = parameter.register_hook(hook)
+        for engine in (lf.Sequential(), lf.TimeParallel(chunk=50)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", lf.EngineWarning)
+                loss = lf.unfold(cell, x, engine=engine).hidden.sum()
+                results.append(torch.autograd.grad(loss, list(cell.parameters())))
+        torch.testing.assert_close(results[1], results[0], rtol=EXACT, atol=EXACT)
+        assert len(seen) == 2
+        handle.remove()
+        lf.unfold(cell, x, engine=lf.Sequential()).hidden.sum().backward()
+        assert len(seen) == 2
+
+
+@dataclass
+class Unhashable(lf.Engine):
+    names: list[str]
+
+    def refusal(self, recurrence: lf.Recurrence) -> None:
+        return None
+
+    def run(self, recurrence: lf.Recurrence) -> Any:
+        return lf.Looped().run(recurrence)
+
+
+def test_an_engine_inside_need_not_be_hashable() -> None:
+    engine, other = (lf.TimeParallel(Unhashable([]), chunk=100) for _ in range(2))
+    assert_agrees(engine, small(lf.Elman), randn(400, 1, 3))
+    assert_side_by_side(engine)
+    assert other.report is None
+
+
+class Turning(nn.Module):
+    """A state that is a matrix, and comes back in another order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
+
+    def forward(self, S: Tensor, x: Tensor, context: Tensor) -> Tensor:
+        return self.a * S.transpose(1, 2) + x + context.transpose(1, 2)
+
+
+def test_gradients_that_lie_otherwise_in_memory() -> None:
+    cell, x, start = Turning(), randn(300, 2, 3, 3), randn(2, 3, 3)
+    results = []
+    for engine in (lf.Sequential(), lf.TimeParallel(lf.Sequential(), chunk=60)):
+        own = [t.clone().requires_grad_() for t in (x, start, start)]
+        run = lf.unfold(cell, own[0], own[1], engine=engine, context=own[2])
+        results.append(torch.autograd.grad(run.hidden.sin().sum(), [*own, cell.a]))
+    torch.testing.assert_close(results[1], results[0], rtol=EXACT, atol=EXACT)
 
 
 def test_torch_draws_what_it_would_have_drawn() -> None:

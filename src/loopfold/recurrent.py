@@ -270,6 +270,8 @@ class Stacked(RecurrentLayer):
             top = only_last and len(runs) + 1 == len(self.layers)
             runs.append(read_to_end(layer, x, own, lengths) if top else layer(x, own, lengths))
         states, last = tuple(run.states for run in runs), tuple(run.last for run in runs)
+        if only_last:
+            states = (*(map_state(lambda leaf: leaf[None], below) for below in last[:-1]), states[-1])
         return replace(runs[-1], states=states, last=last)
 
     def states_of(self, state: State | None) -> list[State | None]:

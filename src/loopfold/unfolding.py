@@ -40,7 +40,8 @@ class Unfolding:
     `outputs`       what the step gave beside the state, each leaf `[τ, batch, …]`; None where it gives none
 
     With unequal lengths, `states`, `hidden` and `outputs` are zero after a sequence's end, as torch pads them. Where
-    `only_last` was asked for, they hold the last step of each sequence alone: τ is 1.
+    `only_last` was asked for, they hold the last step of each sequence alone: τ is 1. At the top of a `Stacked`, what
+    can only be called as it is, a `Bidirectional` or a layer that has hooks, still gives all steps.
     """
 
     states: State

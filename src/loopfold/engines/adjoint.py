@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from loopfold.casts import with_casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Piece, Seams
-from loopfold.engines.kernel import each, once
+from loopfold.engines.kernel import each, held, once, partial_gradients
 from loopfold.engines.selfcheck import come_many
 from loopfold.states import all_leaves, leaves, name_of
 from loopfold.surroundings import fingerprint
@@ -26,12 +26,20 @@ class Work:
     chunks: Chunks
     tolerance: float
     seams: Seams
-    marks: Any  # of the step, as it was
+    marks: "Marks"  # of the step, as it was
 
 
-def fingerprint_of(recurrence: Recurrence) -> Any:
-    assert isinstance(recurrence.f, nn.Module)
-    return fingerprint(recurrence.f)
+class Marks:
+    """What a step reads by itself, as it is now."""
+
+    def __init__(self, f: Any) -> None:
+        assert isinstance(f, nn.Module)
+        self.around, self.held = fingerprint(f), held(f)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Marks) or self.around != other.around:
+            return False
+        return all(a is b and v == w for (a, v), (b, w) in zip(self.held, other.held, strict=True))
 
 
 class WayBack(torch.autograd.Function):
@@ -96,7 +104,7 @@ class _Graph:
         if not pairs:
             return [None] * len(sources)
         outputs, gradients = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
+        found = iter(partial_gradients(outputs, wanted, gradients, keep=True))
         return [next(found) if t.requires_grad else None for t in sources]
 
     def with_ends(self, incoming: list[Tensor | None], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -140,8 +148,8 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
         totals[p] = [a if b is None else b if a is None else a + b for a, b in zip(totals[p], found, strict=True)]
         seams.backward_sweeps += steps / chunks.size
         starts = [
-            None if g is None else g.view(chunks.count, chunks.batch, -1).abs().amax((0, 2)) for g in found[:states]
-        ]
+            None if g is None else g.reshape(chunks.count, chunks.batch, -1).abs().amax(0) for g in found[:states]
+        ]  # [batch, numbers of a state]
         scales = [
             s if g is None else torch.maximum(g, torch.as_tensor(s).to(g)) for s, g in zip(scales, starts, strict=True)
         ]
@@ -175,7 +183,7 @@ def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | No
         elif i < sequences:
             found.append(chunks.unfold(parts))
         elif i < count:
-            found.append(sum(there).view(chunks.count, chunks.batch, *there[0].shape[1:]).sum(0))
+            found.append(sum(there).reshape(chunks.count, chunks.batch, *there[0].shape[1:]).sum(0))
         else:
             found.append(sum(there))
     return found
@@ -184,7 +192,7 @@ def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | No
 def _in_sequence(work: Work, tensors: list[Tensor], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same gradients from a run in sequence, for steps whose gradients are not forgotten."""
     recurrence, count = work.recurrence, len(work.recurrence.tensors)
-    if fingerprint_of(recurrence) != work.marks:
+    if Marks(recurrence.f) != work.marks:
         raise RuntimeError(
             f"{name_of(recurrence.f)} was changed between its run and its gradients, which need another run. Change "
             f"it after backward(), or use engine=lf.Auto()."

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.budget import Costs, default_spacing, fitted_spacings, readable, size_in_bytes
-from loopfold.engines.compiled import IN_A_TRANSFORM, captures, in_a_transform
+from loopfold.engines.compiled import IN_A_TRANSFORM, captures, compiled_refusal, in_a_transform
 from loopfold.engines.pieces import run_in_pieces
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of, whole_number
@@ -56,12 +56,11 @@ class Checkpointed(Engine):
             return IN_A_TRANSFORM
         if captures(leaves(recurrence.state)[0]):
             return "a CUDA graph is being made of the call."
+        reason = self.inner.refusal(recurrence)
+        if reason is not None:
+            return f"{type(self.inner).__name__} cannot run its pieces: {reason}"
         spacings = self._spacings(recurrence)
-        if isinstance(spacings, str):
-            return spacings
-        first = _first(recurrence, spacings)
-        reason = self.inner.refusal(first)
-        return None if reason is None else f"{type(self.inner).__name__} cannot run its pieces: {reason}"
+        return spacings if isinstance(spacings, str) else None
 
     def run(self, recurrence: Recurrence) -> State:
         return self._run(recurrence, only_last=False)
@@ -109,7 +108,8 @@ class Checkpointed(Engine):
         return spacings
 
     def _costs(self, recurrence: Recurrence, part: Recurrence) -> Costs:
-        return Costs.of(recurrence, compiled=not isinstance(self._inside(part)[0], Sequential))
+        compiled = not isinstance(self._inside(part)[0], Sequential) and compiled_refusal(part) is None
+        return Costs.of(recurrence, compiled)
 
     def _inside(self, part: Recurrence) -> tuple[Engine, str]:
         """What runs the pieces: one engine for all of them, so that each is the same when it is run again."""

@@ -28,9 +28,9 @@ class Seams:
     """What a run of `TimeParallel` found: in how many sweeps its chunks came to agree, and how well.
 
     A sweep is a run of all chunks; one of some chunks, or of some of their steps, counts for its share.
-    `defect` is the largest distance between the end of a chunk and the start of the next, as a share of the largest
-    number in the state; `backward_defect` the largest gradient at a seam that was not carried on, as a share of the
-    largest one there. Both are None where they were not measured.
+    `defect` is the largest distance between the end of a chunk and the start of the next, each number of the state
+    as a share of its own largest value in the run; `backward_defect` the largest gradient at a seam that was not
+    carried on, as a share of the largest one of the same number there. Both are None where they were not measured.
     """
 
     agreed: bool = False  # whether the chunks were run side by side, and agreed; if not, it was run in sequence
@@ -45,21 +45,32 @@ class Seams:
     backward_defect: float | None = None
 
 
-def distance(a: State, b: State) -> Tensor:
+def distance(a: State, b: State, scale: State | None = None) -> Tensor:
     """`[batch]`: how far two states are apart, measured by the largest number of each tensor of them, row by row.
 
-    >>> distance(torch.tensor([[4.0, 1.0], [0.0, 0.0]]), torch.tensor([[4.0, 2.0], [0.0, 0.0]]))
-    tensor([0.2500, 0.0000])
+    With a `scale`, each number is measured by its own: a small one beside a large one counts as much as that.
+
+    >>> one, other = torch.tensor([[4.0, 1.0], [0.0, 0.0]]), torch.tensor([[4.0, 2.0], [0.0, 0.0]])
+    >>> distance(one, other), distance(one, other, torch.tensor([[4.0, 2.0], [1.0, 1.0]]))
+    (tensor([0.2500, 0.0000]), tensor([0.5000, 0.0000]))
     """
     found = []
-    for x, y in zip(leaves(a), leaves(b), strict=True):
+    scales = [None] * len(leaves(a)) if scale is None else leaves(scale)
+    for x, y, own in zip(leaves(a), leaves(b), scales, strict=True):
         x, y = (t.reshape(len(t), -1) for t in (x, y))
         share = torch.full((len(x),), torch.inf, device=x.device)  # of whole numbers, which are the same or are not
         if x.is_floating_point() and x.shape[1]:
-            size = torch.maximum(x.abs(), y.abs()).amax(1)
-            share = torch.where(size.isfinite(), (x - y).abs().amax(1) / size, torch.inf)
+            size = torch.maximum(x.abs(), y.abs())
+            size = size.amax(1, keepdim=True) if own is None else torch.maximum(size, own.reshape(x.shape))
+            shares = torch.where(size.isfinite(), (x - y).abs() / size, torch.inf)
+            share = torch.where(x == y, 0, shares).amax(1)
         found.append(torch.where((x == y).all(1), 0, share))
     return torch.stack([share.to(found[0].dtype) for share in found]).amax(0)
+
+
+def largest(leaf: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The largest size of a number over some dimensions."""
+    return torch.maximum(leaf.amax(dims), -leaf.amin(dims)) if leaf.is_floating_point() else leaf.amax(dims)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +80,7 @@ class Piece:
     given: Recurrence
     out: State  # as an engine returns it
     ends: State  # [rows, …]
+    sizes: State  # [rows, …], the largest that each number of the state was at any of these steps
 
 
 class Chunks:
@@ -152,14 +164,16 @@ class Chunks:
             memo=dict(self.recurrence.memo),
         )
 
-    def ends(self, begin: int, starts: State, rows: Tensor | None = None) -> State:
-        """The states in which the chunks end that are in `starts` before step `begin`; without a gradient."""
+    def to_end(self, begin: int, starts: State, rows: Tensor | None = None) -> Piece:
+        """The chunks from step `begin` on, before which they are in `starts`; without a gradient."""
         with torch.no_grad():
-            return self.ran(self.part(begin, self.size - begin, starts, rows)).ends
+            return self.ran(self.part(begin, self.size - begin, starts, rows))
 
     def ran(self, part: Recurrence) -> Piece:
         out = self.inner.run(part)
-        return Piece(part, out, map_state(lambda leaf: at_end(leaf, part.lengths), parted(out, part.state)[1]))
+        states = parted(out, part.state)[1]
+        sizes = map_state(lambda leaf: largest(leaf.detach(), 0), states)
+        return Piece(part, out, map_state(lambda leaf: at_end(leaf, part.lengths), states), sizes)
 
     def run(self, starts: State, track: Sequence[bool] | None = None) -> list[Piece]:
         """All chunks from `starts`, piece by piece; with `track` each has a graph of its own for the way back.
@@ -185,7 +199,16 @@ class Chunks:
         """What comes to the end of each chunk, where this comes to the start of the next one; nothing to the last."""
         return torch.cat([starts[self.batch :], torch.zeros_like(starts[: self.batch])])
 
-    def defects(self, starts: State, ends: State) -> Tensor:
-        """`[rows]`: how far each chunk starts from where the one before it ends; 0 for dead ones."""
-        apart = distance(starts, self.after(ends))
+    def defects(self, starts: State, ends: State, *sizes: State) -> Tensor:
+        """`[rows]`: how far each chunk starts from where the one before it ends; 0 for dead ones.
+
+        Each number is measured by the largest that it was in its sequence, of which `sizes` are those of the chunks:
+        by another's it could not be seen, and by its own at this seam it may be nothing but rounding.
+        """
+
+        def of_sequence(*parts: Tensor) -> Tensor:
+            whole = torch.stack(parts).view(len(parts), self.count, self.batch, *parts[0].shape[1:])
+            return self.repeated(whole.amax((0, 1)))
+
+        apart = distance(starts, self.after(ends), map_state(of_sequence, *sizes))
         return torch.where(self.lengths > 0, apart, 0)

@@ -1,16 +1,17 @@
 """What runs a loop, and the loop as one operation of autograd.
 
 A `Kernel` runs the loop forwards and backwards. What is the same for all of them is here: what is kept for the way
-back, and the gradients of matrices, each one product at the end.
+back, and the gradients of matrices, each one product at the end. And what engines share that go back in parts.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopfold.casts import with_casts
 from loopfold.engines.base import Engine
@@ -124,6 +125,44 @@ class LoopFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # this gradient may be differentiated in turn
             results = once(type(ctx.engine).__name__, results, sources)
         return (*[None] * 6, *results)
+
+
+def held(f: Any) -> list[tuple[Tensor, int]]:
+    """The parameters and buffers of a step, and how often each has been changed in place."""
+    tensors = [*f.parameters(), *f.buffers()] if isinstance(f, nn.Module) else []
+    return [(t, 0 if t.is_inference() else t._version) for t in tensors]
+
+
+_partial = threading.local()  # whether this thread computes a part of a gradient
+
+
+class _OfWhole:
+    """A hook of a tensor, which is for whole gradients: it is not called with parts of one."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor) -> Any:
+        return None if getattr(_partial, "open", False) else self.hook(gradient)
+
+
+def partial_gradients(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], incoming: Sequence[Tensor], keep: bool = False
+) -> Sequence[Tensor | None]:
+    """Gradients that are to be added to others before anyone may see them; `keep`: the graph is needed again.
+
+    Hooks stay where they are, and know by themselves in which thread not to act: in another one, a whole gradient may
+    arrive at the same tensor at this time.
+    """
+    for hooks in (t._backward_hooks for t in wanted if t._backward_hooks):
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _OfWhole) and key in hooks:
+                hooks[key] = _OfWhole(hook)
+    before, _partial.open = getattr(_partial, "open", False), True
+    try:
+        return torch.autograd.grad(outputs, wanted, incoming, retain_graph=keep or None, allow_unused=True)
+    finally:
+        _partial.open = before
 
 
 def each(back: Callable[..., list[Tensor | None]], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:

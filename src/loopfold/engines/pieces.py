@@ -8,11 +8,12 @@ So of all that an engine makes of x before its loop, and keeps for its way back,
 several levels, a piece of the first is itself run in pieces, whose states are kept until it is on its way back.
 
 A piece is run in the same way both times, gradients on: by the same engine, on the same numbers in the same order. So
-it gives the same states to the last bit, and each that was kept shows that it did.
+it gives the same states to the last bit, and each that was kept shows that it did; of the outputs of a piece, which no
+state shows, a checksum does. A frozen parameter or a buffer must be the same tensor, at the same version of torch's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from loopfold.casts import casts, with_casts
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.draws import generators, same_generators, set_generators
-from loopfold.engines.kernel import each, once
+from loopfold.engines.kernel import each, held, once, partial_gradients
 from loopfold.engines.selfcheck import TOLERANCE, come_many, out_of_sight
 from loopfold.engines.sequential import where_alive
 from loopfold.states import State, all_leaves, at_end, detached, leaves, map_state, name_of, parted, rebuild
@@ -90,6 +91,8 @@ class _Run:
         self.needs, self.given = needs[: len(leaves(self.start))], needs[len(leaves(self.start)) :]
         self.marks = fingerprint(full.f) if self.record else ()  # type: ignore[arg-type]
         self.kept: list[_Checkpoint] = []
+        self.checksums: dict[int, list[Tensor]] = {}  # of the outputs of the piece that starts with a step
+        self.held: list[Any] = held(full.f) if self.record else []  # parameters and buffers
 
     # ------------------------------------------------------------------ there
 
@@ -110,10 +113,13 @@ class _Run:
             for i, row in enumerate(rows):
                 results[i] = self._put(results[i], row.detach(), at.start)
             found.update({id(source): source for source in sources})
+            self.checksums[at.start] = self._checksums(returned)
 
         kept = self._pieces(_Checkpoint(0, self.start, self.needs, self._drawn()), self.recurrence.steps, 0, collect)
         if any(self.flows):
             self.kept, self.sources = kept, list(found.values())
+            # what the steps themselves have changed, such as a count of them, they may change again
+            self.held = [a if a[0] is b[0] and a[1] == b[1] else None for a, b in zip(self.held, held(f), strict=False)]
         return results
 
     def _put(self, results: Tensor, rows: Tensor, start: int) -> Tensor:
@@ -170,7 +176,8 @@ class _Run:
                 # A sequence that has ended takes one step in each piece, its first again; here it is put out of sight
                 running = full.alive(at.start)
                 returned = map_state(lambda leaf: torch.where(_like(running, leaf, 1), leaf, _zero(leaf)), returned)
-        sources = _sources(returned, begin, name_of(full.f)) if self.record else []
+        made = range(begin, torch._C._autograd._get_sequence_nr())
+        sources = _sources(returned, made, name_of(full.f)) if self.record else []
         ours = {id(t) for t in given}
         return returned, [t for t in sources if id(t) not in ours], given
 
@@ -196,6 +203,11 @@ class _Run:
         """The gradients of state(0), x, context and what the step reads by itself, in this order."""
         if fingerprint(self.recurrence.f) != self.marks:  # type: ignore[arg-type]
             raise self._changed("something that it reads has been set to another value")
+        for new, old in zip(held(self.recurrence.f), self.held, strict=True):
+            if old is not None and new[0] is not old[0]:
+                raise self._changed("it reads another tensor")
+            if old is not None and new[1] != old[1]:
+                raise self._changed("a tensor that it holds was changed in place")
         like = leaves(self.start)[0]
         now, way = generators(like), _WayBack(self, incoming)
         try:
@@ -216,6 +228,9 @@ class _Run:
             else:
                 returned, sources, given = self._piece(at)
                 self._check(self._after(at, returned), following)
+                for new, old in zip(self._checksums(returned), self.checksums[at.start], strict=True):
+                    if not torch.allclose(new, old, rtol=0, atol=float(old[-1]), equal_nan=True):
+                        raise self._changed(f"its outputs after step {at.start} were others when they were run again")
                 if {id(t) for t in sources} - {id(t) for t in self.sources}:
                     raise self._changed("it reads another tensor")
                 way.take(at.start, returned, given)
@@ -230,6 +245,12 @@ class _Run:
             margin = share * float(old.nan_to_num(0, 0, 0).abs().max())
             if not torch.allclose(new, old, rtol=share, atol=margin, equal_nan=True):
                 raise self._changed(f"state({kept.start}) was another when it was run again")
+
+    def _checksums(self, returned: State) -> list[Tensor]:
+        """Of each output through which a gradient may come."""
+        outputs = parted(returned, self.start)[0]
+        with with_casts((), self.device):  # there and back alike
+            return [_checksum(leaf.detach()) for leaf in all_leaves(outputs) if leaf.requires_grad]
 
     def _changed(self, what: str) -> RuntimeError:
         return RuntimeError(
@@ -260,9 +281,8 @@ class _WayBack:
         found: list[Tensor | None] = [None] * len(wanted)
         places = [i for i, t in enumerate(wanted) if t.requires_grad]
         if pairs and places:
-            with _unhooked(self.run.sources):
-                ends, gs = zip(*pairs, strict=True)
-                gradients = torch.autograd.grad(ends, [wanted[i] for i in places], gs, allow_unused=True)
+            ends, gs = zip(*pairs, strict=True)
+            gradients = partial_gradients(ends, [wanted[i] for i in places], gs)
             for i, gradient in zip(places, gradients, strict=True):
                 found[i] = gradient
         self.carry, others = found[: self.states], found[self.states :]
@@ -333,8 +353,24 @@ def _zero(leaf: Tensor) -> Any:
     return False if leaf.dtype == torch.bool else 0
 
 
-def _sources(returned: State, begin: int, name: str) -> list[Tensor]:
-    """The tensors that autograd's graph of some results goes back to, where its nodes are numbered from `begin` on."""
+def _checksum(rows: Tensor) -> Tensor:
+    """What `rows [steps, …]` hold, in few numbers: a sum in which each place has its own weight, the norm, a margin.
+
+    Within the margin lie rows that differ by rounding, as they may on a GPU.
+    """
+    rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
+    flat = rows.nan_to_num(0, 0, 0).flatten(1).to(torch.promote_types(rows.dtype, torch.float32))
+    by_step, by_place = (torch.linspace(0.5, 1.5, n, dtype=flat.dtype, device=flat.device) for n in flat.shape)
+    norm = torch.linalg.vector_norm(flat)
+    margin = (TOLERANCE.get(rows.dtype, 0.0) * norm).nan_to_num(0, 0, 0)
+    return torch.stack([by_step @ (flat @ by_place), norm, margin])
+
+
+def _sources(returned: State, made: range, name: str) -> list[Tensor]:
+    """The tensors that autograd's graph of some results goes back to, where its nodes have the numbers `made`.
+
+    Each thread counts its own nodes, so that one of another thread is seen by its number in most cases.
+    """
     found, seen = list[Tensor](), set[Any]()
     nodes: list[Any] = [leaf.grad_fn for leaf in leaves(returned)]
     while nodes:
@@ -342,9 +378,9 @@ def _sources(returned: State, begin: int, name: str) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        if type(node).__name__ == "AccumulateGrad":
             found.append(node.variable)
-        elif node._sequence_nr() < begin:
+        elif node._sequence_nr() not in made:
             raise ValueError(
                 f"Checkpointed cannot run {name}: it reads a tensor that has a gradient and was computed outside of "
                 f"it ({node.name()}). Compute it in the step, give it as context=, or use engine=lf.Sequential()."
@@ -358,16 +394,3 @@ def _hidden() -> AbstractContextManager[Any]:
     """While open, hooks on what autograd saves are not called: a piece goes back to nothing."""
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     return out_of_sight() if hooked else nullcontext()
-
-
-@contextmanager
-def _unhooked(tensors: list[Tensor]) -> Iterator[None]:
-    """While open, hooks on tensors are not called: they are for whole gradients, not for that of a piece."""
-    hooked = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
-    for tensor, _ in hooked:
-        tensor._backward_hooks = None
-    try:
-        yield
-    finally:
-        for tensor, hooks in hooked:
-            tensor._backward_hooks = hooks

@@ -4,16 +4,17 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopfold.engines.adjoint import WayBack, Work, fingerprint_of
+from loopfold.engines.adjoint import Marks, WayBack, Work
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
-from loopfold.engines.chunks import MOST, Chunks, Seams, distance
+from loopfold.engines.chunks import MOST, Chunks, Seams, distance, largest
 from loopfold.engines.compiled import compiled_refusal, parameters_of
 from loopfold.engines.programs import program_of
 from loopfold.states import State, detached, leaves, map_state, name_of, parted, rebuild, whole_number
@@ -43,8 +44,8 @@ class TimeParallel(Engine):
     does, but for seams that differ by up to `tolerance`.
 
     `chunk`      steps of a chunk; by default four times as many as the measurement says that are remembered
-    `tolerance`  how far a seam may move, as a share of the largest number in the state; by default 32 roundings, which
-                 is 4e-6 in float32 and 7e-15 in float64
+    `tolerance`  how far a seam may move, each number of the state as a share of its own largest value; by default 32
+                 roundings, which is 4e-6 in float32 and 7e-15 in float64
 
     >>> from loopfold import Elman, unfold
     >>> engine = TimeParallel(chunk=64)
@@ -68,8 +69,9 @@ class TimeParallel(Engine):
 
     @property
     def report(self) -> Seams | None:
-        """What the last run of such an engine in this thread found; gradients are added when they come back."""
-        return getattr(_last, "reports", {}).get(self)
+        """What the last run of this engine in this thread found; gradients are added when they come back."""
+        owner, seams = getattr(_last, "reports", {}).get(id(self), (None, None))
+        return seams if owner is not None and owner() is self else None
 
     def refusal(self, recurrence: Recurrence) -> str | None:
         reason = self.inner.refusal(recurrence) or compiled_refusal(recurrence)  # which knows that rows do not mix
@@ -86,9 +88,8 @@ class TimeParallel(Engine):
 
     def run(self, recurrence: Recurrence) -> State:
         seams = Seams(chunk=recurrence.steps)
-        if not hasattr(_last, "reports"):
-            _last.reports = {}
-        _last.reports[self] = seams
+        known = {key: found for key, found in getattr(_last, "reports", {}).items() if found[0]() is not None}
+        _last.reports = known | {id(self): (weakref.ref(self), seams)}  # an engine need not be hashable
         out = None
         plan = self._plan(recurrence, seams)
         if plan is not None:
@@ -149,7 +150,7 @@ class TimeParallel(Engine):
         tensors = [*recurrence.tensors, *parameters]
         record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         tail = chunks.pieces[-1][1]
-        starts = chunks.after(chunks.ends(chunks.size - tail, chunks.start))
+        starts = chunks.after(chunks.to_end(chunks.size - tail, chunks.start).ends)
         seams.sweeps += tail / chunks.size
         settled = tail < chunks.size  # else more than one sweep is to be expected, and none of them is kept
         for _ in range(MOST):
@@ -159,7 +160,7 @@ class TimeParallel(Engine):
                 pieces = chunks.run(starts, [t.requires_grad for t in recurrence.tensors] if record else None)
             seams.sweeps += 1
             ends = detached(pieces[-1].ends)
-            seams.defect = float(chunks.defects(starts, ends).max())
+            seams.defect = float(chunks.defects(starts, ends, *(piece.sizes for piece in pieces)).max())
             if seams.defect <= tolerance:
                 break
             starts, settled = chunks.after(ends), False
@@ -174,7 +175,7 @@ class TimeParallel(Engine):
         seams.agreed = True
         whole = [chunks.unfold(parts) for parts in zip(*(leaves(detached(p.out)) for p in pieces), strict=True)]
         if record:
-            work = Work(self.inner, recurrence, chunks, tolerance, seams, fingerprint_of(recurrence))
+            work = Work(self.inner, recurrence, chunks, tolerance, seams, Marks(recurrence.f))
             whole = list(WayBack.apply(work, whole, pieces, *tensors))
         return rebuild(pieces[0].out, whole)
 
@@ -218,7 +219,7 @@ def _forgets(recurrence: Recurrence, inner: Engine, most: int, tolerance: float)
     """After how many steps two different states are one, at any of a few places of the longest sequences.
 
     None if not after `most` steps. One starts from state(0), the other from random numbers added to it, so that all
-    directions have a share.
+    directions have a share; each of the size that this number of the state has in a first run of a few steps.
     """
     chance = torch.Generator().manual_seed(0)
     longest: Any = slice(None)
@@ -228,45 +229,60 @@ def _forgets(recurrence: Recurrence, inner: Engine, most: int, tolerance: float)
         longest = (recurrence.lengths == end).to(leaves(recurrence.state)[0].device)
     begins = [place * (end - most) // (PLACES - 1) for place in range(PLACES)]
 
-    def apart(leaf: Tensor) -> Tensor:
-        leaf = leaf[longest]
+    def run(state: State, copies: int, done: int, steps: int) -> State:
+        """The states of some steps at all places, `copies` times side by side."""
+
+        def there(leaf: Tensor) -> Tensor:
+            return torch.cat([leaf[begin + done : begin + done + steps, longest] for begin in begins * copies], 1)
+
+        def everywhere(leaf: Tensor) -> Tensor:
+            return torch.cat([leaf[longest]] * copies * PLACES)
+
+        part = replace(
+            recurrence,
+            x=None if recurrence.x is None else map_state(there, recurrence.x),
+            index=None if recurrence.index is None else there(recurrence.index),
+            steps=steps,
+            state=state,
+            context=None if recurrence.context is None else map_state(everywhere, recurrence.context),
+            lengths=None,
+            memo=dict(recurrence.memo),
+        )
+        with torch.no_grad():
+            return parted(inner.run(part), state)[1]
+
+    def size(leaf: Tensor) -> Tensor:
+        """`[sequences, …]`: the largest that each number was, at any place and step."""
+        return largest(leaf.unflatten(1, (PLACES, -1)), (0, 1))
+
+    def apart(leaf: Tensor, own: Tensor) -> Tensor:
         noise = torch.randn((2 * PLACES, *leaf.shape), generator=chance, dtype=torch.float64)
         noise[:PLACES] = 0
-        noise *= max(1.0, float(leaf.abs().max()))
+        noise *= torch.maximum(own, largest(leaf[None], 0)).cpu().double().clamp(min=1)  # what is 0 is tried too
         return (leaf + noise.to(leaf)).flatten(0, 1)
 
-    def there(leaf: Tensor) -> Tensor:
-        return torch.cat([leaf[begin + done : begin + done + steps, longest] for begin in begins * 2], 1)
+    def for_all(own: Tensor) -> Tensor:
+        return torch.where(own == 0, 1, own).expand(steps, PLACES, *own.shape).flatten(0, 2)
 
-    context = recurrence.context
-    context = None if context is None else map_state(lambda leaf: torch.cat([leaf[longest]] * 2 * PLACES), context)
-    state = map_state(apart, recurrence.state)
-    begin = _apart(state)
     done, steps = 0, min(FIRST, most)
-    with torch.no_grad():
-        while True:
-            part = replace(
-                recurrence,
-                x=None if recurrence.x is None else map_state(there, recurrence.x),
-                index=None if recurrence.index is None else there(recurrence.index),
-                steps=steps,
-                state=state,
-                context=context,
-                lengths=None,
-                memo=dict(recurrence.memo),
-            )
-            states = parted(inner.run(part), state)[1]
-            one, other = (map_state(lambda leaf, i=i: leaf.chunk(2, 1)[i].flatten(0, 1), states) for i in range(2))
-            met = (distance(one, other) <= tolerance).view(steps, -1).all(1)  # [steps]
-            last = steps - int(met.flip(0).long().cumprod(0).sum())
-            if last < steps:
-                return done + last
-            state, done = map_state(lambda leaf: leaf[-1], states), done + steps
-            share = max(b / a for a, b in zip(begin, _apart(state), strict=True) if a) if any(begin) else 0.0
-            # a state that fades at this rate takes more than twice as long: not worth another look
-            if done >= most or not 0 < share < 1 or done * math.log(tolerance) / math.log(share) > 2 * most:
-                return None
-            steps = min(3 * done, most - done)
+    first = map_state(lambda leaf: leaf[longest], recurrence.state)
+    sizes = map_state(size, run(map_state(lambda leaf: torch.cat([leaf] * PLACES), first), 1, done, steps))
+    state = map_state(apart, first, sizes)
+    begin = _apart(state)
+    while True:
+        states = run(state, 2, done, steps)
+        one, other = (map_state(lambda leaf, i=i: leaf.chunk(2, 1)[i].flatten(0, 1), states) for i in range(2))
+        sizes = map_state(lambda s, leaf: torch.maximum(s, size(leaf.chunk(2, 1)[0])), sizes, states)
+        met = (distance(one, other, map_state(for_all, sizes)) <= tolerance).view(steps, -1).all(1)  # [steps]
+        last = steps - int(met.flip(0).long().cumprod(0).sum())
+        if last < steps:
+            return done + last
+        state, done = map_state(lambda leaf: leaf[-1], states), done + steps
+        share = max(b / a for a, b in zip(begin, _apart(state), strict=True) if a) if any(begin) else 0.0
+        # a state that fades at this rate takes more than twice as long: not worth another look
+        if done >= most or not 0 < share < 1 or done * math.log(tolerance) / math.log(share) > 2 * most:
+            return None
+        steps = min(3 * done, most - done)
 
 
 def _apart(pairs: State) -> list[float]:
@@ -280,22 +296,25 @@ def _settle(chunks: Chunks, starts: State, tolerance: float, seams: Seams) -> St
 
     A sweep runs the chunks whose start has moved. Each must bring the seams nearer to each other, by half at least.
     """
-    ends = chunks.start
+    ends, sizes = chunks.start, chunks.start
     rows: Tensor | None = None
-    largest = torch.inf
+    before = torch.inf
     for _ in range(MOST):
         given = starts if rows is None else map_state(lambda leaf, rows=rows: leaf[rows], starts)
-        new = chunks.ends(0, given, rows)
-        ends = new if rows is None else map_state(lambda e, n, rows=rows: e.index_copy(0, rows, n), ends, new)
+        new = chunks.to_end(0, given, rows)
+        ends, sizes = (
+            n if rows is None else map_state(lambda o, n, rows=rows: o.index_copy(0, rows, n), o, n)
+            for o, n in ((ends, new.ends), (sizes, new.sizes))
+        )
         seams.sweeps += 1 if rows is None else len(rows) / chunks.rows
-        defects = chunks.defects(starts, ends)
+        defects = chunks.defects(starts, ends, sizes)
         seams.defect = float(defects.max())
         if seams.defect <= tolerance:
             return starts
-        if not seams.defect < largest / 2:
-            seams.why = f"a sweep left its seams {seams.defect:.1e} apart, after {largest:.1e} before it."
+        if not seams.defect < before / 2:
+            seams.why = f"a sweep left its seams {seams.defect:.1e} apart, after {before:.1e} before it."
             return None
-        largest, rows = seams.defect, (defects > tolerance).nonzero()[:, 0]
+        before, rows = seams.defect, (defects > tolerance).nonzero()[:, 0]
         starts = map_state(lambda s, a, rows=rows: s.index_copy(0, rows, a[rows]), starts, chunks.after(ends))
     seams.why = f"after {MOST} sweeps the chunks did not agree."
     return None
