@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from loopfold.states import State, all_leaves, at_end, leaves, map_state, parted, rebuild
+from loopfold.states import State, all_leaves, leaves, parted, rebuild
 from loopfold.transitions import initial_state
 from loopfold.unfolding import Unfolding, checked
 
@@ -58,17 +58,7 @@ def unfold_in_graph(
     cast = _NAMES[torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else ""
     results = _Unfold.apply(layer.number, len(starts), only_last, cast, needs, lengths, *tensors)
     outputs, states = _structured(layer.returns, iter(results))
-    if only_last:
-        end = leaves(states if outputs is None else outputs)[0]
-        one = map_state(_one_step, states)
-        return Unfolding(one, states, end[None], end, None if outputs is None else map_state(_one_step, outputs))
-    last = map_state(lambda leaf: at_end(leaf, lengths), states)
-    hidden = leaves(states if outputs is None else outputs)[0]
-    return Unfolding(states, last, hidden, at_end(hidden, lengths), outputs)
-
-
-def _one_step(leaf: Tensor) -> Tensor:
-    return leaf[None]
+    return Unfolding.of_ends(outputs, states) if only_last else Unfolding.of(outputs, states, lengths)
 
 
 def _structured(like: Any, flow: Iterator[Tensor]) -> Any:

@@ -50,6 +50,22 @@ class Unfolding:
     last_hidden: Tensor
     outputs: State | None = None
 
+    @staticmethod
+    def of(outputs: State | None, states: State, lengths: Tensor | None) -> "Unfolding":
+        """What follows from the outputs, if there are some, and the states of all steps."""
+        last = map_state(lambda leaf: at_end(leaf, lengths), states)
+        if outputs is None:
+            return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
+        hidden = leaves(outputs)[0]
+        return Unfolding(states, last, hidden, at_end(hidden, lengths), outputs)
+
+    @staticmethod
+    def of_ends(outputs: State | None, last: State) -> "Unfolding":
+        """What follows from those of each sequence's last step."""
+        end = leaves(last if outputs is None else outputs)[0]
+        steps = None if outputs is None else map_state(_one_step, outputs)
+        return Unfolding(map_state(_one_step, last), last, end[None], end, steps)
+
     def __repr__(self) -> str:
         outputs = "" if self.outputs is None else f", outputs={describe(self.outputs)}"
         return f"Unfolding(states={describe(self.states)}, last={describe(self.last)}{outputs})"
@@ -120,16 +136,8 @@ def unfold(
     if reason is not None:
         raise ValueError(f"{type(engine).__name__} cannot run {name_of(f)}: {reason} Or use engine=lf.Auto().")
     if only_last:
-        outputs, last = parted(engine.last(recurrence), recurrence.state)
-        end = leaves(last if outputs is None else outputs)[0]
-        states, steps_of = map_state(_one_step, last), None if outputs is None else map_state(_one_step, outputs)
-        return Unfolding(states, last, end[None], end, steps_of)
-    outputs, states = parted(engine.run(recurrence), recurrence.state)
-    last = map_state(lambda leaf: at_end(leaf, recurrence.lengths), states)
-    if outputs is None:
-        return Unfolding(states, last, leaves(states)[0], leaves(last)[0])
-    hidden = leaves(outputs)[0]
-    return Unfolding(states, last, hidden, at_end(hidden, recurrence.lengths), outputs)
+        return Unfolding.of_ends(*parted(engine.last(recurrence), recurrence.state))
+    return Unfolding.of(*parted(engine.run(recurrence), recurrence.state), recurrence.lengths)
 
 
 def _one_step(leaf: Tensor) -> Tensor:
