@@ -507,7 +507,8 @@ def flags(text: Path) -> list[object]:
 
 
 def test_the_command_takes_all_of_it(text: Path, tmp_path: Path) -> None:
-    new = "--vary-window --precision bfloat16 --average tail --average-share 0.3 --schedule step --decay 0.9 --decay-after 1"
+    new = "--vary-window --precision bfloat16 --average tail --average-share 0.3 --schedule step --decay 0.9"
+    new += " --decay-after 1"
     code, out, err = said_by(*flags(text), *new.split(), "--dry-run", "--out", tmp_path / "run")
     assert code == 0, err
     assert out.startswith("lstm 8-6, ")
