@@ -174,6 +174,8 @@ class Options:
             raise OptionError(Argument("hidden_size"), sizes, Argument("layers"), ".")
         if self.hidden_size == ():
             raise OptionError(Argument("hidden_size"), " needs a size for each layer; got none.")
+        if isinstance(self.hidden_size, tuple):
+            object.__setattr__(self, "layers", len(self.hidden_size))
 
     @staticmethod
     def about(name: str) -> str:
