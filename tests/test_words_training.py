@@ -22,6 +22,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import loopfold as lf
 from loopfold.engines import native, programs, replay
+from loopfold.report.sections import the_run
+from loopfold.report.subject import Subject
 from loopfold.states import leaves
 from loopfold.text.streams import Streams
 from loopfold.training.averaging import is_triggered, tail_from
@@ -466,6 +468,18 @@ def test_sizes_come_back_from_json() -> None:
     for size in (8, (8, 4)):
         options = Options(hidden_size=size)
         assert Options.from_json(json.loads(json.dumps(options.as_json()))) == options
+
+
+def test_sizes_say_how_many_layers_there_are(noted: tuple[lf.Run, Noting], tmp_path: Path) -> None:
+    sizes = Options(hidden_size=(8, 6))
+    assert sizes.layers == 2
+    assert sizes == Options(hidden_size=(8, 6), layers=2)
+    assert Options.from_json(sizes.as_json() | {"layers": 1}) == sizes  # as it was stored before
+    run = noted[0]
+    train(replace(run.options, layers=2, epochs=0.2, warmup=0), tmp_path / "run", start=run)
+    shown = the_run(Subject(run)).body
+    for name, value in (("hidden size", "8-6"), ("layers", "2")):
+        assert re.search(rf">{name}</t[hd]><td[^>]*>{value}</td>", shown), name
 
 
 @pytest.mark.parametrize(
