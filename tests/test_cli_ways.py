@@ -109,17 +109,31 @@ def test_a_plain_ledger_says_so(here: Path) -> None:
 
 
 def test_a_text_is_scored_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, scored = list[int](), lf.RecurrentLM.forward
+
+    def counted(self: lf.RecurrentLM, tokens: torch.Tensor, *rest: Any) -> Any:
+        calls.append(len(tokens))
+        return scored(self, tokens, *rest)
+
+    monkeypatch.setattr(lf.RecurrentLM, "forward", counted)
+    one = ["--streams", "1", "--window", "1000"]
+    for flags in ([], ["--per-token"], ["--cache", *GIVEN["--cache"]], ["--mix-ngram", *GIVEN["--mix-ngram"]]):
+        calls.clear()
+        data = as_json("evaluate", "run", *flags, *one)
+        assert calls == [data["tokens"]], flags
+
+
+def test_without_a_line_for_each_token_no_losses_are_held(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from loopfold import evaluation
 
-    calls, scored = [], evaluation.token_losses
+    needed = as_json("evaluate", "run")
 
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
-        calls.append(args)
-        return scored(*args, **options)
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("the losses of a long text would not fit in memory")
 
-    monkeypatch.setattr(evaluation, "token_losses", counted)
-    as_json("evaluate", "run", "--per-token")
-    assert len(calls) == 1
+    monkeypatch.setattr(evaluation, "token_losses", refused)
+    assert as_json("evaluate", "run") == needed
+    assert worked("evaluate", "run", "--cold")
 
 
 def test_where_there_is_no_valid_text(here: Path) -> None:

@@ -86,7 +86,7 @@ def evaluate(
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
     from loopfold.errors import OptionError
-    from loopfold.evaluation import Ledger, token_losses
+    from loopfold.evaluation import Ledger, perplexity, token_losses
     from loopfold.text.corpus import read_text
     from loopfold.training.run import open_run
 
@@ -105,12 +105,16 @@ def evaluate(
         tokens = found.tokens(on)
     try:
         way, tuned_on = choose_way(found, tokens, typed, missing)
-        losses = token_losses(found.model, tokens, streams=streams, window=window, carried=not cold, way=way)
+        how: dict[str, Any] = {"streams": streams, "window": window, "carried": not cold, "way": way}
+        if per_token:
+            losses = token_losses(found.model, tokens, **how)
+            ledger = Ledger.of(tokens, losses, carried=not cold, way=way)
+        else:
+            ledger = perplexity(found.model, tokens, **how)
     except FloatingPointError as error:
         raise OptionError(str(error)) from error
-    if losses.isnan().any():
+    if math.isnan(ledger.nll):
         raise _diverged(found, "outputs")
-    ledger = Ledger.of(tokens, losses, carried=not cold, way=way)
     settings = None if ledger.way == "plain" else origin(tuned_on)
     if as_json:
         unfinished = found.standing.unfinished
