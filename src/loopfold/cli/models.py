@@ -98,13 +98,11 @@ def evaluate(
     if other and (on is not None or (text and not (dynamic or mix_ngram or missing))):
         raise OptionError("choose one: another text, or --on and --text for the run's own.")
     found = _finite(open_run(run, device, trust=trust, text=text or ()))
-    if other:
-        tokens = found.vocabulary.encode(read_text(other))
-    else:
-        on = on or found.corpus().part
-        tokens = found.tokens(on)
+    on = None if other else on or found.corpus().part
+    scored = read_text(other) if other else found.text(on)
+    tokens = found.vocabulary.encode(scored)
     try:
-        way, tuned_on = choose_way(found, tokens, typed, missing)
+        way, tuned_on = choose_way(found, scored, tokens, typed, missing)
         how: dict[str, Any] = {"streams": streams, "window": window, "carried": not cold, "way": way}
         if per_token:
             losses = token_losses(found.model, tokens, **how)
