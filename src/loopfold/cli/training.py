@@ -1,7 +1,6 @@
 """The command that makes a run: train."""
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, cells, completing, devices, flag, several
+from loopfold.cli.base import TrustOption, app, cells, completing, devices, flag, rank, several
 from loopfold.cli.usage import needed
 from loopfold.errors import OptionError
 from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
@@ -156,9 +155,8 @@ def train(
 
     if quiet:
         warnings.simplefilter("ignore")
-    rank = int(os.environ.get("RANK", 0))
-    watchers: list[watching.Watcher] = [] if quiet or rank else [watching.Terminal()]
-    if tensorboard and not rank:
+    watchers: list[watching.Watcher] = [] if quiet or rank() else [watching.Terminal()]
+    if tensorboard and not rank():
         watchers.append(watching.TensorBoard())
     how: dict[str, Any] = {"watcher": watching.Several(watchers), "save_every": save_every}
     before: int | None = None
@@ -178,7 +176,7 @@ def train(
             raise
         go_on = f"{stopped} Go on with: loopfold train --resume {quote(str(stopped.path))}"
         raise guards.Stopped(go_on, stopped.signal, stopped.path) from stopped
-    if not rank:
+    if not rank():
         idle = before == RunFolder(run.path).step()
         typer.echo(run.path if quiet else _finished(run) if idle else _done(run))
 
