@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -289,6 +291,40 @@ def test_a_token_file_is_made_once_and_again_where_it_is_damaged(
     other = lf.Characters(vocabulary.symbols[::-1])
     assert other.encode(text).ids.tolist() == lf.Characters(vocabulary.symbols[::-1]).encode(TEXT).ids.tolist()
     assert len([*(cache / "tokens").iterdir()]) == 2
+
+
+@pytest.mark.parametrize("unit", [lf.Characters, lf.Words], ids=lambda unit: unit.__name__)
+def test_a_forged_token_file_is_made_again(
+    unit: Any, cache: Path, all_long: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right, and what it says is not: more or fewer tokens, or such as the vocabulary has not."""
+    monkeypatch.setattr(tokens, "_READ", 64)
+    text, vocabulary = long_text(TEXT), unit.of(TEXT)
+    wanted = vocabulary.encode(text).ids.tolist()
+    (path,) = (cache / "tokens").iterdir()
+    whole, count = path.read_bytes(), len(wanted)
+    ids, about = whole[:-40].split(b"{")[0], json.loads(b"{" + whole[:-40].split(b"{")[-1])
+    size = len(ids) // count
+    last = vocabulary.size.to_bytes(size, "little")  # the first number that is no token
+    forgeries: list[tuple[bytes, Any]] = [
+        (ids, about | {"tokens": 10 * count}),
+        (ids, about | {"tokens": count - 1}),
+        (ids, about | {"tokens": -count}),
+        (ids, about | {"tokens": float(count)}),
+        (ids, about | {"unknown": "many"}),
+        (ids, {"tokens": count}),
+        (ids, [count]),
+        (ids[:-size] + last, about),
+        (last + ids[size:], about),
+    ]
+    for forged, said in forgeries:
+        line = json.dumps(said).encode()
+        data = forged + line + len(line).to_bytes(8, "little")
+        path.write_bytes(data + sha256(data).digest())
+        caplog.clear()
+        assert vocabulary.encode(text).ids.tolist() == wanted
+        assert "is damaged and is made again" in caplog.text, said
+        assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("trouble", ["a file in its place", "a full disk", "no rename"])
