@@ -418,6 +418,21 @@ def test_a_mean_of_many_in_float32_parameters_is_exact() -> None:
     assert all(p.equal(own[name]) for name, p in average.weights.items())
 
 
+def test_a_mean_that_fails_half_way_is_taken_back() -> None:
+    """A lack of memory, or Ctrl-C, in the middle of the copying."""
+    model = nn.Linear(3, 2)
+    average = lf.PolyakAverage(model)
+    average.add()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average.sums["bias"] = torch.zeros(5)  # does not fit
+    with pytest.raises(RuntimeError, match="size"), average.applied():
+        pass
+    assert all(p.equal(own[name]) for name, p in model.named_parameters())
+
+
 # ------------------------------------------------------------------ schedules
 
 
@@ -619,6 +634,15 @@ def test_an_average_that_no_one_asked_for(noted: tuple[lf.Run, Noting], tmp_path
     checkpoint["progress"]["average_from"] = None
     sign_checkpoint(path, checkpoint)
     with pytest.raises(lf.RunError, match="does not fit the model of config.json"):
+        resume(path, epochs=3.0)
+
+
+def test_an_average_against_the_options(noted: tuple[lf.Run, Noting], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(noted[0].path, tmp_path / "run"))
+    config = json.loads((path / "config.json").read_text())
+    config["options"]["average"] = "none"
+    sign(path, "config.json", json.dumps(config).encode())
+    with pytest.raises(lf.RunError, match="its progress is impossible .it averages weights, and the options do not"):
         resume(path, epochs=3.0)
 
 
