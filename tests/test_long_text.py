@@ -365,6 +365,34 @@ def test_token_files_that_were_used_last_stay(cache: Path, all_long: None, monke
     assert len([*folder.iterdir()]) == 2
 
 
+def test_what_a_stopped_process_has_left_is_removed(cache: Path, all_long: None) -> None:
+    """By whoever reads or writes tokens next; what a process is still writing stays, however long it takes."""
+    text, vocabulary, folder = long_text(TEXT), lf.Characters.of(TEXT), cache / "tokens"
+    slow = """if True:
+        import os, sys, time
+        from loopfold.text import tokens
+        from loopfold.text.tokens import Encoded, np
+        def pieces():
+            yield Encoded(np.zeros(9, np.int64), 9, 9, 0)
+            print("begun", flush=True)
+            time.sleep(60)
+        tokens.in_file("slow", "character", 5, pieces)
+    """
+    with subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        (new,) = folder.glob("*.new")
+        os.utime(new, (time.time() - 60, time.time() - 60))
+        vocabulary.encode(text)
+        assert new.exists()
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        assert new.exists()
+    vocabulary.encode(text)  # from its file
+    assert not new.exists()
+    assert len([*folder.iterdir()]) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
 def test_streams_and_figures_of_small_integers_are_those_of_int64(dtype: torch.dtype) -> None:
     ids = torch.randint(9, (103,))

@@ -29,6 +29,11 @@ from torch import Tensor
 
 from loopfold.files import cache_folder
 
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
 KEPT = 20 * 10**9  # bytes of token files
 _DAY = 86400.0  # seconds
 _READ = 1 << 20
@@ -88,9 +93,10 @@ def in_file(name: str, unit: str, size: int, pieces: Callable[[], Iterator[Encod
         found = _read(path, unit, dtype, size)
         if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(path.parent)
             _write(path, unit, dtype, pieces())
             found = _read(path, unit, dtype, size)
-            _sweep(path.parent)
+        _sweep(path.parent)
         if found is not None:
             return found
         reason = "it was damaged as soon as it was written"
@@ -105,6 +111,7 @@ def _write(path: Path, unit: str, dtype: np.dtype[Any], pieces: Iterator[Encoded
     new, digest, count, counts = path.with_name(f"{path.stem}.{token_hex(4)}.new"), sha256(), 0, [0, 0, 0]
     try:
         with new.open("xb") as file:
+            _locked(file)  # until this process ends, however it ends
 
             def write(data: bytes) -> None:
                 file.write(data)
@@ -180,11 +187,30 @@ def _about(file: IO[bytes], dtype: np.dtype[Any], below: int) -> dict[str, int] 
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what was used longest ago, where there is too much, and what a process that was killed has left."""
+    """Remove what was used longest ago, where there is too much, and what a process that was stopped has left."""
     with suppress(OSError):
         files = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda f: -f[0].st_mtime)
         total = 0
         for about, file in files:
             total += about.st_size
-            if time.time() - about.st_mtime > _DAY and (file.suffix == ".new" or total > KEPT):
+            age = time.time() - about.st_mtime
+            left = file.suffix == ".new" and (age > _DAY or (age > 1 and _is_left(file)))  # 1: until it is locked
+            if left or (age > _DAY and total > KEPT):
                 file.unlink(missing_ok=True)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether no process writes a file any more; False where the system cannot tell."""
+    with path.open("rb") as file:
+        return _locked(file, shared=True)
+
+
+def _locked(file: IO[bytes], shared: bool = False) -> bool:
+    """Lock a file until it is closed, if no one else has."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:  # another process has, or the file system has no locks
+        return False
+    return True
