@@ -26,6 +26,7 @@ from loopfold.report.sections import the_run
 from loopfold.report.subject import Subject
 from loopfold.states import leaves
 from loopfold.text.streams import Streams
+from loopfold.training import loop
 from loopfold.training.averaging import is_triggered, tail_from
 from loopfold.training.folder import RunFolder
 from loopfold.training.loop import open_run, resume, train
@@ -457,6 +458,24 @@ def test_plateau_falls_after_each_evaluation_that_is_not_the_best(text: Path, tm
     assert len({*rates}) > 2
 
 
+def test_an_evaluation_out_of_turn_lowers_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every evaluation is worse than the one before it; that of the 32nd step, the last, comes after four in turn."""
+    losses = iter(range(100))
+    monkeypatch.setattr(loop, "perplexity", lambda *_, **__: lf.Ledger(float(next(losses)), 1))
+    changes = {"schedule": "plateau", "decay": 0.5, "evaluate_every": 7, "warmup": 0, "average": "none", "patience": 9}
+    short = train(options_of(text, **changes), tmp_path / "short")
+    progress = RunFolder.open(short.path).checkpoint["progress"]
+    assert [entry["step"] for entry in short.metrics] == [7, 14, 21, 28, 32]
+    assert (progress["decays"], progress["misses"]) == (3, 3)
+    longer, whole = (
+        resume(short.path, epochs=3.0),
+        train(options_of(text, epochs=3.0, **changes), tmp_path / "whole"),
+    )
+    rates = [{entry["step"]: entry["learning_rate"] for entry in run.metrics} for run in (longer, whole)]
+    assert rates[0].pop(32) == rates[1][28] / 2
+    assert rates[0] == rates[1]
+
+
 # ------------------------------------------------------------------ sizes by layer
 
 
@@ -558,6 +577,25 @@ def test_the_command_takes_all_of_it(text: Path, tmp_path: Path) -> None:
     assert (code, "leave out --hidden-size" in err) == (2, True)
     code, _, err = said_by("train", "--resume", tmp_path / "run", "--precision", "float32")
     assert (code, "leave out --precision" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--average tail --average-share 0.25", "the run ended before its tail, the last 25 %"),
+        ("--average triggered --average-after 90", "no evaluation called for it"),
+        ("--average tail --average-share 1", None),
+        ("--average none", None),
+    ],
+)
+def test_that_nothing_was_averaged_is_said(more: str, said: str | None, text: Path, tmp_path: Path) -> None:
+    early = "--patience 1 --evaluate-every 2 --learning-rate 9 --optimiser sgd --schedule constant"
+    code, _, err = said_by(*flags(text), *early.split(), *more.split(), "--out", tmp_path / "run")
+    assert code == 0, err
+    step = open_run(tmp_path / "run").standing.step
+    assert step < 0.7 * STEPS
+    assert ("no weights were averaged" in err) == (said is not None)
+    assert said is None or f"\nnote: no weights were averaged: {said}\n" in err
 
 
 @pytest.mark.parametrize(

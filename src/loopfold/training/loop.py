@@ -216,7 +216,8 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
 
         # the learning curve
         at_end = progress.step == steps
-        evaluate = len(job.valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
+        in_turn = progress.step % evaluate_every == 0
+        evaluate = len(job.valid_tokens) > 0 and (in_turn or at_end)
         best = progress.best is None  # until there is an evaluation, the newest
         if progress.step % LOG_EVERY == 0 or evaluate or at_end:
             entry = {
@@ -239,7 +240,7 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
                 best = progress.best is None or ledger.nats_per_token < progress.best
                 if best:
                     progress = replace(progress, best=ledger.nats_per_token, misses=0)
-                else:
+                elif in_turn:  # else a run that has ended and goes on would have a miss more than a longer one
                     progress = replace(progress, misses=progress.misses + 1, decays=progress.decays + 1)
                 if average.count:
                     entry["averaged"] = average.count
