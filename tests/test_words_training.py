@@ -32,6 +32,7 @@ from loopfold.training.folder import RunFolder
 from loopfold.training.loop import open_run, resume, train
 from loopfold.training.making import make_model
 from loopfold.training.options import OptionError, Options
+from loopfold.training.rehearsal import rehearse
 from loopfold.training.schedules import rate_of
 from loopfold.training.watching import Plan, Silent
 
@@ -311,6 +312,27 @@ def test_a_state_that_autocast_makes_bfloat16_is_float32_in_every_window(text: P
     again = resume(tmp_path / "cut")
     for name, p in whole.model.named_parameters():
         assert again.model.get_parameter(name).equal(p), name
+
+
+def test_a_rehearsal_takes_the_steps_of_training(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped as the options say, and with a state that is float32 in every window."""
+    (tmp_path / "half.py").write_text(HALF)
+    options = options_of(text, cell=f"{tmp_path / 'half.py'}:Half", weight_drop=0.0, clip=0.25)
+    dtypes, clips = set[torch.dtype](), set[float]()
+    scored, clip = lf.RecurrentLM.forward, nn.utils.clip_grad_norm_
+
+    def noted(self: lf.RecurrentLM, tokens: Tensor, context: Any, *rest: Any) -> Any:
+        dtypes.update(leaf.dtype for leaf in leaves(context.memory))
+        return scored(self, tokens, context, *rest)
+
+    def clipped(parameters: Any, most: float) -> Tensor:
+        clips.add(most)
+        return clip(parameters, most)
+
+    monkeypatch.setattr(lf.RecurrentLM, "forward", noted)
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clipped)
+    rehearse(options)
+    assert (dtypes, clips) == ({torch.float32}, {0.25})
 
 
 # ------------------------------------------------------------------ mean weights
