@@ -632,7 +632,7 @@ def test_messages_of_the_library_name_no_flags() -> None:
 
 def test_a_fault_of_ours_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence is for what a user can mend; the rest keeps its traceback."""
-    monkeypatch.setattr(Run, "tokens", lambda *_: 1 / 0)
+    monkeypatch.setattr(Run, "text", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loopfold("evaluate", "run")
 

@@ -630,10 +630,14 @@ def test_weights_that_are_no_numbers_are_one_sentence(bad: float, here: Path) ->
 
 
 def test_outputs_that_are_no_numbers_are_one_sentence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "loopfold.evaluation.token_losses", lambda model, tokens, **_: torch.full((len(tokens),), math.nan)
-    )
-    for flags in ([], ["--per-token"], ["--json"]):
+    scored = lf.RecurrentLM.forward
+
+    def no_numbers(*given: Any) -> Any:
+        found = scored(*given)
+        return found._replace(nll=found.nll * math.nan)
+
+    monkeypatch.setattr(lf.RecurrentLM, "forward", no_numbers)
+    for flags in ([], ["--per-token"], ["--json"], ["--cold"]):
         refused("the outputs of run are not finite numbers", "evaluate", "run", *flags)
 
 

@@ -738,3 +738,13 @@ def test_fine_tuning_takes_no_patience_from_the_other_run(run: Path) -> None:
     Path("new.txt").write_text("the cat ran on a mat. " * 60)
     ok("train", "new.txt", "--from", run, "--out", "tuned", "--split", "90/0/10", "--epochs", 1, "-q")
     assert open_run("tuned").options.patience is None
+
+
+def test_a_rank_that_is_not_of_torchrun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "3", ""):  # of other programs that use the word
+        monkeypatch.setenv("RANK", name)
+        assert ok("evaluate", run)[0]
+        assert ok("train", "--resume", run)[0]
+    monkeypatch.setenv("WORLD_SIZE", "large")
+    assert ok("evaluate", run)[0]
+    refused("WORLD_SIZE must be the number of processes, .* got 'large'", "train", "--resume", run)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,36 @@ def test_settings_are_tuned_on_the_valid_text(here: Path) -> None:
     assert as_json("evaluate", "run", "valid.txt", "--mix-ngram")["tuned_on"] == "this text"
 
 
+def test_texts_that_hold_the_valid_text_are_known(here: Path, tmp_path: Path) -> None:
+    """With a line more, as part of the run's own file, in a long text: passages, and parts of it, count too."""
+    among = "tuned on text that is in this one, so the figures flatter it"
+    valid = "".join(f"{n} green bottles hanging on the wall.\n" for n in range(200))
+    (tmp_path / "valid.txt").write_text(valid)
+    other = "".join(f"{n} brown cows went into the wood and never came back.\n" for n in range(200))
+    options = replace(lf.open_run("run").options, valid=str(tmp_path / "valid.txt"), epochs=0.1)
+    lf.train(options, tmp_path / "apart")
+    texts = {"more": valid + "one.\n", "most": other + valid[:1000] + other, "part": valid[3000:3500], "new": other}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        said = "tuned on the valid text" if name == "new" else among
+        assert f"settings                {said}\n" in worked(
+            "evaluate", tmp_path / "apart", tmp_path / name, "--mix-ngram"
+        )
+    assert as_json("evaluate", "run", "text.txt", "--mix-ngram")["tuned_on"] == "text that is in this one"
+
+
+def test_a_text_is_encoded_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, tokens = list[str](), lf.Run.tokens
+
+    def counted(self: lf.Run, part: str) -> lf.Tokens:
+        parts.append(part)
+        return tokens(self, part)
+
+    monkeypatch.setattr(lf.Run, "tokens", counted)
+    as_json("evaluate", "run", *ALL)
+    assert sorted(parts) == ["train", "valid"]
+
+
 def test_one_setting_given_and_another_tuned(here: Path) -> None:
     data = as_json("evaluate", "run", "--cache", "--cache-weight", "0.25")
     assert data["tuned_on"] == "valid"
@@ -109,17 +140,31 @@ def test_a_plain_ledger_says_so(here: Path) -> None:
 
 
 def test_a_text_is_scored_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, scored = list[int](), lf.RecurrentLM.forward
+
+    def counted(self: lf.RecurrentLM, tokens: torch.Tensor, *rest: Any) -> Any:
+        calls.append(len(tokens))
+        return scored(self, tokens, *rest)
+
+    monkeypatch.setattr(lf.RecurrentLM, "forward", counted)
+    one = ["--streams", "1", "--window", "1000"]
+    for flags in ([], ["--per-token"], ["--cache", *GIVEN["--cache"]], ["--mix-ngram", *GIVEN["--mix-ngram"]]):
+        calls.clear()
+        data = as_json("evaluate", "run", *flags, *one)
+        assert calls == [data["tokens"]], flags
+
+
+def test_without_a_line_for_each_token_no_losses_are_held(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from loopfold import evaluation
 
-    calls, scored = [], evaluation.token_losses
+    needed = as_json("evaluate", "run")
 
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
-        calls.append(args)
-        return scored(*args, **options)
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("the losses of a long text would not fit in memory")
 
-    monkeypatch.setattr(evaluation, "token_losses", counted)
-    as_json("evaluate", "run", "--per-token")
-    assert len(calls) == 1
+    monkeypatch.setattr(evaluation, "token_losses", refused)
+    assert as_json("evaluate", "run") == needed
+    assert worked("evaluate", "run", "--cold")
 
 
 def test_where_there_is_no_valid_text(here: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -380,6 +382,46 @@ def test_chinese_characters_are_three_bytes_each() -> None:
     assert ledger.bits_per_token == pytest.approx(8)
     assert ledger.bits_per_byte == pytest.approx(8)
     assert ledger.bits_per_character == pytest.approx(24)
+
+
+def test_a_total_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = lf.NGramLM(torch.randint(7, (500,)), 7, 3), torch.randint(7, (301,))  # it scores tokens one by one
+    needed = math.fsum(lf.token_losses(model, ids).tolist())
+    for part in (1, 3, 100, 1 << 16):
+        monkeypatch.setattr(evaluation, "PART", part)
+        assert lf.Ledger.of(ids, lf.token_losses(model, ids)).nll == needed
+        for streams, window in ((1, 301), (1, 7), (4, 13)):
+            assert lf.perplexity(model, ids, streams=streams, window=window).nll == needed
+        cold: dict[str, Any] = {"streams": 3, "window": 8, "carried": False}
+        assert lf.perplexity(model, ids, **cold).nll == math.fsum(lf.token_losses(model, ids, **cold).tolist())
+
+
+def test_losses_are_not_held_as_numbers_of_python() -> None:
+    ids = torch.zeros(1_000_000, dtype=torch.uint8)
+    tracemalloc.start()
+    try:
+        assert lf.Ledger.of(ids, torch.ones(len(ids), dtype=torch.float64)).nll == len(ids)
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_hidden_states_are_not_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[list[Tensor]] = []
+    carried = evaluation._carried
+
+    def noted(*given: Any, **more: Any) -> Any:
+        found = carried(*given, **more)
+        kept.append(found.hidden)
+        return found
+
+    monkeypatch.setattr(evaluation, "_carried", noted)
+    model, ids = as_language_model(lf.SequenceToSequence(lf.GRU(5, 3), outputs=5)), torch.randint(5, (50,))
+    with torch.no_grad():
+        hidden = evaluation.Plain().read(model, ids, 3, 4, hidden=True).hidden
+    assert hidden is not None
+    assert hidden.shape == (50, 3)
+    assert [h.numel() for h in kept[0]] == [0] * 4
 
 
 def test_a_ledger_as_json() -> None:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -291,6 +293,40 @@ def test_a_token_file_is_made_once_and_again_where_it_is_damaged(
     assert len([*(cache / "tokens").iterdir()]) == 2
 
 
+@pytest.mark.parametrize("unit", [lf.Characters, lf.Words], ids=lambda unit: unit.__name__)
+def test_a_forged_token_file_is_made_again(
+    unit: Any, cache: Path, all_long: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right, and what it says is not: more or fewer tokens, or such as the vocabulary has not."""
+    monkeypatch.setattr(tokens, "_READ", 64)
+    text, vocabulary = long_text(TEXT), unit.of(TEXT)
+    wanted = vocabulary.encode(text).ids.tolist()
+    (path,) = (cache / "tokens").iterdir()
+    whole, count = path.read_bytes(), len(wanted)
+    ids, about = whole[:-40].split(b"{")[0], json.loads(b"{" + whole[:-40].split(b"{")[-1])
+    size = len(ids) // count
+    last = vocabulary.size.to_bytes(size, "little")  # the first number that is no token
+    forgeries: list[tuple[bytes, Any]] = [
+        (ids, about | {"tokens": 10 * count}),
+        (ids, about | {"tokens": count - 1}),
+        (ids, about | {"tokens": -count}),
+        (ids, about | {"tokens": float(count)}),
+        (ids, about | {"unknown": "many"}),
+        (ids, {"tokens": count}),
+        (ids, [count]),
+        (ids[:-size] + last, about),
+        (last + ids[size:], about),
+    ]
+    for forged, said in forgeries:
+        line = json.dumps(said).encode()
+        data = forged + line + len(line).to_bytes(8, "little")
+        path.write_bytes(data + sha256(data).digest())
+        caplog.clear()
+        assert vocabulary.encode(text).ids.tolist() == wanted
+        assert "is damaged and is made again" in caplog.text, said
+        assert path.read_bytes() == whole
+
+
 @pytest.mark.parametrize("trouble", ["a file in its place", "a full disk", "no rename"])
 def test_tokens_that_no_file_can_keep_stay_in_memory(
     cache: Path,
@@ -327,6 +363,34 @@ def test_token_files_that_were_used_last_stay(cache: Path, all_long: None, monke
     lf.Characters.of(TEXT).encode(long_text(TEXT))
     assert {path.name for path in folder.iterdir() if len(path.name) < 20} == {"new.tokens"}
     assert len([*folder.iterdir()]) == 2
+
+
+def test_what_a_stopped_process_has_left_is_removed(cache: Path, all_long: None) -> None:
+    """By whoever reads or writes tokens next; what a process is still writing stays, however long it takes."""
+    text, vocabulary, folder = long_text(TEXT), lf.Characters.of(TEXT), cache / "tokens"
+    slow = """if True:
+        import os, sys, time
+        from loopfold.text import tokens
+        from loopfold.text.tokens import Encoded, np
+        def pieces():
+            yield Encoded(np.zeros(9, np.int64), 9, 9, 0)
+            print("begun", flush=True)
+            time.sleep(60)
+        tokens.in_file("slow", "character", 5, pieces)
+    """
+    with subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        (new,) = folder.glob("*.new")
+        os.utime(new, (time.time() - 60, time.time() - 60))
+        vocabulary.encode(text)
+        assert new.exists()
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        assert new.exists()
+    vocabulary.encode(text)  # from its file
+    assert not new.exists()
+    assert len([*folder.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])

@@ -522,6 +522,15 @@ def test_passages_come_from_all_over_the_text(home: Path) -> None:
         passages(1, 20)
 
 
+def test_passages_of_a_text_of_more_tokens_than_float32_can_count(home: Path) -> None:
+    ids = torch.zeros(16_777_284, dtype=torch.uint8)
+    ids[-1] = 1
+    with mock.patch.object(lf.Run, "tokens", return_value=Tokens(ids, "character", len(ids), len(ids), 0)):
+        x, y = lf.open_run(home / "gru").passages(64)
+    assert (x.shape, int(x.sum())) == ((64, 8), 0)
+    assert y[-1].tolist() == [0, 0, 0, 0, 0, 0, 0, 1]
+
+
 def test_the_opening_of_a_text_begins_at_its_start(home: Path) -> None:
     run = lf.open_run(home / "gru")
     x, y = run.opening(TEXT, 9)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 import loopfold as lf
-from loopfold import ways
+from loopfold import evaluation, ways
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.states import map_state
 
@@ -395,6 +395,22 @@ def test_what_is_tuned_is_the_best_of_its_neighbours(trained: nn.Module) -> None
     assert all(best <= nll(replace(dynamic, rate=dynamic.rate * factor)) for factor in (0.5, 2))
     assert lf.DynamicEvaluation.tuned(trained, valid, rate=0.2, decay=0.1) == lf.DynamicEvaluation(0.2, 0.1)
     assert lf.DynamicEvaluation.tuned(trained, valid, rate=0.2).rate == 0.2
+
+
+class Small(lf.Way):
+    """Hidden states of a third of the size."""
+
+    def read(self, model: Any, ids: Tensor, streams: int, window: int, hidden: bool = False) -> Any:
+        found = evaluation.Plain().read(model, ids, streams, window, hidden)
+        return found if found.hidden is None else found._replace(hidden=found.hidden / 3)
+
+
+def test_what_small_hidden_states_need_is_on_the_grid(trained: nn.Module) -> None:
+    g = torch.Generator().manual_seed(1)
+    text, other = torch.randint(0, 20, (12,), generator=g).repeat(20), torch.randint(0, 20, (240,), generator=g)
+    valid = torch.where(torch.rand(240, generator=g) < 0.1, other, text)
+    sharpness = lf.NeuralCache.tuned(trained, valid, size=60, over=Small()).sharpness
+    assert 10 < sharpness < ways.SHARPNESSES[-1]
 
 
 # ------------------------------------------------------------------ the ledger, and what is refused

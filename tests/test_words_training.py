@@ -22,13 +22,17 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import loopfold as lf
 from loopfold.engines import native, programs, replay
+from loopfold.report.sections import the_run
+from loopfold.report.subject import Subject
 from loopfold.states import leaves
 from loopfold.text.streams import Streams
+from loopfold.training import loop
 from loopfold.training.averaging import is_triggered, tail_from
 from loopfold.training.folder import RunFolder
 from loopfold.training.loop import open_run, resume, train
 from loopfold.training.making import make_model
 from loopfold.training.options import OptionError, Options
+from loopfold.training.rehearsal import rehearse
 from loopfold.training.schedules import rate_of
 from loopfold.training.watching import Plan, Silent
 
@@ -310,6 +314,27 @@ def test_a_state_that_autocast_makes_bfloat16_is_float32_in_every_window(text: P
         assert again.model.get_parameter(name).equal(p), name
 
 
+def test_a_rehearsal_takes_the_steps_of_training(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped as the options say, and with a state that is float32 in every window."""
+    (tmp_path / "half.py").write_text(HALF)
+    options = options_of(text, cell=f"{tmp_path / 'half.py'}:Half", weight_drop=0.0, clip=0.25)
+    dtypes, clips = set[torch.dtype](), set[float]()
+    scored, clip = lf.RecurrentLM.forward, nn.utils.clip_grad_norm_
+
+    def noted(self: lf.RecurrentLM, tokens: Tensor, context: Any, *rest: Any) -> Any:
+        dtypes.update(leaf.dtype for leaf in leaves(context.memory))
+        return scored(self, tokens, context, *rest)
+
+    def clipped(parameters: Any, most: float) -> Tensor:
+        clips.add(most)
+        return clip(parameters, most)
+
+    monkeypatch.setattr(lf.RecurrentLM, "forward", noted)
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clipped)
+    rehearse(options)
+    assert (dtypes, clips) == ({torch.float32}, {0.25})
+
+
 # ------------------------------------------------------------------ mean weights
 
 
@@ -416,6 +441,21 @@ def test_a_mean_of_many_in_float32_parameters_is_exact() -> None:
     assert all(p.equal(own[name]) for name, p in average.weights.items())
 
 
+def test_a_mean_that_fails_half_way_is_taken_back() -> None:
+    """A lack of memory, or Ctrl-C, in the middle of the copying."""
+    model = nn.Linear(3, 2)
+    average = lf.PolyakAverage(model)
+    average.add()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average.sums["bias"] = torch.zeros(5)  # does not fit
+    with pytest.raises(RuntimeError, match="size"), average.applied():
+        pass
+    assert all(p.equal(own[name]) for name, p in model.named_parameters())
+
+
 # ------------------------------------------------------------------ schedules
 
 
@@ -438,6 +478,24 @@ def test_plateau_falls_after_each_evaluation_that_is_not_the_best(text: Path, tm
         best = min(best, entry["valid"])
     assert [entry["learning_rate"] for entry in run.metrics] == pytest.approx(rates)
     assert len({*rates}) > 2
+
+
+def test_an_evaluation_out_of_turn_lowers_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every evaluation is worse than the one before it; that of the 32nd step, the last, comes after four in turn."""
+    losses = iter(range(100))
+    monkeypatch.setattr(loop, "perplexity", lambda *_, **__: lf.Ledger(float(next(losses)), 1))
+    changes = {"schedule": "plateau", "decay": 0.5, "evaluate_every": 7, "warmup": 0, "average": "none", "patience": 9}
+    short = train(options_of(text, **changes), tmp_path / "short")
+    progress = RunFolder.open(short.path).checkpoint["progress"]
+    assert [entry["step"] for entry in short.metrics] == [7, 14, 21, 28, 32]
+    assert (progress["decays"], progress["misses"]) == (3, 3)
+    longer, whole = (
+        resume(short.path, epochs=3.0),
+        train(options_of(text, epochs=3.0, **changes), tmp_path / "whole"),
+    )
+    rates = [{entry["step"]: entry["learning_rate"] for entry in run.metrics} for run in (longer, whole)]
+    assert rates[0].pop(32) == rates[1][28] / 2
+    assert rates[0] == rates[1]
 
 
 # ------------------------------------------------------------------ sizes by layer
@@ -466,6 +524,18 @@ def test_sizes_come_back_from_json() -> None:
     for size in (8, (8, 4)):
         options = Options(hidden_size=size)
         assert Options.from_json(json.loads(json.dumps(options.as_json()))) == options
+
+
+def test_sizes_say_how_many_layers_there_are(noted: tuple[lf.Run, Noting], tmp_path: Path) -> None:
+    sizes = Options(hidden_size=(8, 6))
+    assert sizes.layers == 2
+    assert sizes == Options(hidden_size=(8, 6), layers=2)
+    assert Options.from_json(sizes.as_json() | {"layers": 1}) == sizes  # as it was stored before
+    run = noted[0]
+    train(replace(run.options, layers=2, epochs=0.2, warmup=0), tmp_path / "run", start=run)
+    shown = the_run(Subject(run)).body
+    for name, value in (("hidden size", "8-6"), ("layers", "2")):
+        assert re.search(rf">{name}</t[hd]><td[^>]*>{value}</td>", shown), name
 
 
 @pytest.mark.parametrize(
@@ -528,6 +598,25 @@ def test_the_command_takes_all_of_it(text: Path, tmp_path: Path) -> None:
     assert (code, "leave out --hidden-size" in err) == (2, True)
     code, _, err = said_by("train", "--resume", tmp_path / "run", "--precision", "float32")
     assert (code, "leave out --precision" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--average tail --average-share 0.25", "the run ended before its tail, the last 25 %"),
+        ("--average triggered --average-after 90", "no evaluation called for it"),
+        ("--average tail --average-share 1", None),
+        ("--average none", None),
+    ],
+)
+def test_that_nothing_was_averaged_is_said(more: str, said: str | None, text: Path, tmp_path: Path) -> None:
+    early = "--patience 1 --evaluate-every 2 --learning-rate 9 --optimiser sgd --schedule constant"
+    code, _, err = said_by(*flags(text), *early.split(), *more.split(), "--out", tmp_path / "run")
+    assert code == 0, err
+    step = open_run(tmp_path / "run").standing.step
+    assert step < 0.7 * STEPS
+    assert ("no weights were averaged" in err) == (said is not None)
+    assert said is None or f"\nnote: no weights were averaged: {said}\n" in err
 
 
 @pytest.mark.parametrize(
@@ -606,6 +695,15 @@ def test_an_average_that_no_one_asked_for(noted: tuple[lf.Run, Noting], tmp_path
     checkpoint["progress"]["average_from"] = None
     sign_checkpoint(path, checkpoint)
     with pytest.raises(lf.RunError, match="does not fit the model of config.json"):
+        resume(path, epochs=3.0)
+
+
+def test_an_average_against_the_options(noted: tuple[lf.Run, Noting], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(noted[0].path, tmp_path / "run"))
+    config = json.loads((path / "config.json").read_text())
+    config["options"]["average"] = "none"
+    sign(path, "config.json", json.dumps(config).encode())
+    with pytest.raises(lf.RunError, match="its progress is impossible .it averages weights, and the options do not"):
         resume(path, epochs=3.0)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from loopfold.states import alive, in_evaluation, leaves, map_state, whole_numbe
 from loopfold.text.streams import WHOLE, Streams
 from loopfold.text.vocabulary import Tokens
 
+PART = 1 << 16  # losses that are in memory as numbers of Python
 KEPT = 256  # windows of a text whose ends are remembered, to see whether a state has settled
 
 
@@ -49,7 +50,7 @@ class Ledger:
         """
         if losses.shape != (len(tokens),):
             raise ValueError(f"{len(tokens)} tokens need as many losses; got {tuple(losses.shape)}.")
-        nll = math.fsum(losses.tolist())
+        nll = math.fsum(_sums(losses).tolist())
         if isinstance(tokens, Tokens):
             text = (tokens.unit, tokens.unknown, tokens.characters, tokens.bytes)
             return Ledger(nll, len(tokens), *text, carried, str(way))
@@ -116,8 +117,8 @@ class Plain(Way):
             inside = alive(piece.tokens, piece.lengths) if piece.lengths is not None else slice(None)
             places = piece.tokens[inside]
             losses[places] = found.nll[i][inside]
-            if hidden:
-                h = found.hidden[i]
+            if hidden:  # of a long text these are most of all memory, so none is held twice
+                h, found.hidden[i] = found.hidden[i], losses[:0]
                 states = h.new_empty(len(ids), h.shape[-1]) if states is None else states
                 states[places.to(h.device)] = h[inside if isinstance(inside, slice) else inside.to(h.device)]
         return Reading(losses, states)
@@ -158,11 +159,12 @@ def perplexity(
         return Ledger.of(of, losses, carried=carried, way=way)
     with evaluating(language_model):  # of a long text, the losses of all tokens would not fit in memory
         if ids.dim() == 2:
-            nll = _sum(_score(language_model, ids, len(ids) if carried else window))
+            nll = _total(_score(language_model, ids, len(ids) if carried else window))
         elif carried:
-            nll = _carried(language_model, ids, streams, window, processes, Tensor.sum).total()
+            nll = _carried(language_model, ids, streams, window, processes, _sums).total()
         else:
-            nll = math.fsum(_sum(_score(language_model, part, window)) for part in _pieces(ids, window, streams))
+            parts = _pieces(ids, window, streams)
+            nll = _total(nll for part in parts for nll in _score(language_model, part, window))
     if isinstance(tokens, Tokens):
         return Ledger(nll, len(ids), tokens.unit, tokens.unknown, tokens.characters, tokens.bytes, carried)
     return Ledger(nll, ids.numel(), carried=carried)
@@ -234,8 +236,21 @@ def _score(model: LanguageModel, ids: Tensor, window: int) -> list[Tensor]:
     return [model(part.to(context.last.device).long(), context).nll.double().cpu() for part in ids.split(window)]
 
 
-def _sum(losses: list[Tensor]) -> float:
-    return math.fsum(float(nll.sum()) for nll in losses)
+def _total(losses: Iterable[Tensor]) -> float:
+    return math.fsum(number for nll in losses for number in _sums(nll).tolist())
+
+
+def _sums(nll: Tensor) -> Tensor:
+    """A few numbers with the same sum, so that a total does not depend on the pieces that it is made of.
+
+    They are the sums of parts, each followed by what its rounding has left out.
+    """
+    sums = list[float]()
+    for part in nll.flatten().split(PART):
+        numbers = part.tolist()
+        total = math.fsum(numbers)
+        sums += [total, math.fsum([*numbers, -total]) if math.isfinite(total) else 0.0]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def _pieces(ids: Tensor, window: int, streams: int) -> Iterator[Tensor]:
@@ -252,7 +267,7 @@ class _Carried:
     """The losses of this process's streams, window by window."""
 
     streams: Streams
-    nll: list[Tensor]  # [τ, streams] float64, or their sum
+    nll: list[Tensor]  # [τ, streams] float64, or numbers with the same sum
     hidden: list[Tensor]  # [τ, streams, n] where they were asked for
     processes: Processes
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loopfold.errors import Mendable
+from loopfold.errors import Mendable, OptionError
 from loopfold.states import State, map_state
 
 
@@ -73,7 +73,10 @@ def _reach(exchange: Callable[[], Any]) -> None:
 
 def join_processes(device: str) -> Processes:
     """The processes that `torchrun` has started, connected; this one alone where it has started none."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    count = os.environ.get("WORLD_SIZE") or "1"
+    if not count.isdecimal():
+        raise OptionError(f"WORLD_SIZE must be the number of processes, which torchrun sets; got {count!r}: unset it.")
+    if int(count) == 1:
         return Processes()
     if not dist.is_initialized():
         if device == "cuda":

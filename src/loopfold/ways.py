@@ -246,7 +246,7 @@ class NeuralCache(Way):
             return weighted(_lowest(choices, given, lambda way: float(weighted(way)._mixed(found, ids).sum())))
 
 
-SHARPNESSES = [0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0]
+SHARPNESSES = [0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0]
 NUMBERS = 1 << 20  # of the matrix at a time
 
 

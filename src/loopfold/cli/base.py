@@ -159,7 +159,7 @@ def _reading() -> Iterator[None]:
     """How far a long text is read: on a terminal a line that is gone in the end, elsewhere one every ten seconds."""
     from loopfold.text.long import telling
 
-    if {"--quiet", "-q"} & {*sys.argv} or int(os.environ.get("RANK", 0)) or sys.stderr is None:
+    if {"--quiet", "-q"} & {*sys.argv} or rank() or sys.stderr is None:
         yield
         return
     live = sys.stderr.isatty()
@@ -289,4 +289,14 @@ def _flush() -> None:
 
 def several() -> bool:
     """Whether other processes run the same command, under torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return _set("WORLD_SIZE") > 1
+
+
+def rank() -> int:
+    """Which of them this is; 0 where it is the only one, whatever RANK may mean to other programs."""
+    return _set("RANK") if several() else 0
+
+
+def _set(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0

@@ -86,7 +86,7 @@ def evaluate(
 ) -> None:
     """Perplexity, with the totals that it comes from. Every token is scored once, from all before it."""
     from loopfold.errors import OptionError
-    from loopfold.evaluation import Ledger, token_losses
+    from loopfold.evaluation import Ledger, perplexity, token_losses
     from loopfold.text.corpus import read_text
     from loopfold.training.run import open_run
 
@@ -98,19 +98,21 @@ def evaluate(
     if other and (on is not None or (text and not (dynamic or mix_ngram or missing))):
         raise OptionError("choose one: another text, or --on and --text for the run's own.")
     found = _finite(open_run(run, device, trust=trust, text=text or ()))
-    if other:
-        tokens = found.vocabulary.encode(read_text(other))
-    else:
-        on = on or found.corpus().part
-        tokens = found.tokens(on)
+    on = None if other else on or found.corpus().part
+    scored = read_text(other) if other else found.text(on)
+    tokens = found.vocabulary.encode(scored)
     try:
-        way, tuned_on = choose_way(found, tokens, typed, missing)
-        losses = token_losses(found.model, tokens, streams=streams, window=window, carried=not cold, way=way)
+        way, tuned_on = choose_way(found, scored, tokens, typed, missing)
+        how: dict[str, Any] = {"streams": streams, "window": window, "carried": not cold, "way": way}
+        if per_token:
+            losses = token_losses(found.model, tokens, **how)
+            ledger = Ledger.of(tokens, losses, carried=not cold, way=way)
+        else:
+            ledger = perplexity(found.model, tokens, **how)
     except FloatingPointError as error:
         raise OptionError(str(error)) from error
-    if losses.isnan().any():
+    if math.isnan(ledger.nll):
         raise _diverged(found, "outputs")
-    ledger = Ledger.of(tokens, losses, carried=not cold, way=way)
     settings = None if ledger.way == "plain" else origin(tuned_on)
     if as_json:
         unfinished = found.standing.unfinished

@@ -1,7 +1,6 @@
 """The command that makes a run: train."""
 
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from loopfold.cli.base import TrustOption, app, cells, completing, devices, flag, several
+from loopfold.cli.base import TrustOption, app, cells, completing, devices, echo, flag, rank, several
 from loopfold.cli.usage import needed
 from loopfold.errors import OptionError
 from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
@@ -158,9 +157,8 @@ def train(
 
     if quiet:
         warnings.simplefilter("ignore")
-    rank = int(os.environ.get("RANK", 0))
-    watchers: list[watching.Watcher] = [] if quiet or rank else [watching.Terminal()]
-    if tensorboard and not rank:
+    watchers: list[watching.Watcher] = [] if quiet or rank() else [watching.Terminal()]
+    if tensorboard and not rank():
         watchers.append(watching.TensorBoard())
     how: dict[str, Any] = {"watcher": watching.Several(watchers), "save_every": save_every}
     before: int | None = None
@@ -180,8 +178,10 @@ def train(
             raise
         go_on = f"{stopped} Go on with: loopfold train --resume {quote(str(stopped.path))}"
         raise guards.Stopped(go_on, stopped.signal, stopped.path) from stopped
-    if not rank:
+    if not rank():
         idle = before == RunFolder(run.path).step()
+        if not quiet and (note := _without_mean(run)):
+            echo(f"note: {note}", err=True)
         typer.echo(run.path if quiet else _finished(run) if idle else _done(run))
 
 
@@ -276,6 +276,18 @@ def _sizes(typed: str) -> int | tuple[int, ...]:
 
 def _done(run: "Run") -> str:
     return f"The run is in {run.path}. Next: loopfold generate {quote(str(run.path))}, or compare, or report"
+
+
+def _without_mean(run: "Run") -> str:
+    """That there is no mean of weights, where one was asked for; nothing where there is one."""
+    from loopfold.training.folder import RunFolder
+    from loopfold.training.job import Progress
+
+    options, progress = run.options, Progress.of(RunFolder(run.path))
+    if options.average == "none" or progress.average_from not in (None, progress.step):
+        return ""
+    tail = f"the run ended before its tail, the last {100 * options.average_share:.3g} %"
+    return f"no weights were averaged: {tail if options.average == 'tail' else 'no evaluation called for it'}"
 
 
 def _finished(run: "Run") -> str:

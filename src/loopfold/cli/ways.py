@@ -1,6 +1,7 @@
 """The ways in which `evaluate` can score a text: their flags, and their settings, tuned on the run's valid text."""
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,10 @@ from loopfold.cli.base import echo, flag
 from loopfold.errors import OptionError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loopfold.evaluation import Way
+    from loopfold.text.long import Read
     from loopfold.text.vocabulary import Tokens
     from loopfold.training.run import Run
 
@@ -85,10 +89,12 @@ def origin(tuned_on: str | None) -> str:
     return "tuned on the valid text" if tuned_on == "valid" else f"tuned on {tuned_on}, so the figures flatter it"
 
 
-def choose_way(run: "Run", tokens: "Tokens", typed: dict[str, Any], missing: list[str]) -> "tuple[Way, str | None]":
+def choose_way(
+    run: "Run", text: "Read", tokens: "Tokens", typed: dict[str, Any], missing: list[str]
+) -> "tuple[Way, str | None]":
     """The ways that were typed, one around the other, and what their missing settings were tuned on.
 
-    That is the run's valid text: "valid", or "this text" where that is the one to be scored, `tokens`.
+    That is the run's valid text: "valid"; or, where that is the `text` to be scored or part of it, words that say so.
     """
     import torch
 
@@ -96,36 +102,52 @@ def choose_way(run: "Run", tokens: "Tokens", typed: dict[str, Any], missing: lis
     from loopfold.language.ngram import NGramLM
     from loopfold.ways import DynamicEvaluation, Mixture, NeuralCache, gradient_rms
 
+    @cache
+    def ids(part: str) -> "Tensor":
+        return run.tokens(part).ids
+
     given = typed | {other: size for _, other, size in SETTINGS.values() if typed[other] is None}
-    tuned_on, valid, model = None, torch.empty(0), run.model
+    tuned_on, model, followed = None, run.model, slice(FOLLOWED if given["dynamic"] else None)
     if missing:
         if not run.corpus().valid:
             flags = " and ".join(flag(name) for name in missing)
             raise OptionError(f"the run has no valid text to tune settings on: give {flags}.")
-        valid = run.tokens("valid").ids
-        tuned_on = "this text" if torch.equal(valid, tokens.ids) else "valid"
-        valid = valid[:FOLLOWED] if given["dynamic"] else valid
+        if torch.equal(ids("valid"), tokens.ids):
+            tuned_on = "this text"
+        else:
+            tuned_on = "text that is in this one" if _overlap(run.text("valid"), text) else "valid"
         if sys.stderr.isatty():
-            echo(f"loopfold: tuning on {len(valid):,} tokens of the valid text ...", err=True)
+            echo(f"loopfold: tuning on {len(ids('valid')[followed]):,} tokens of the valid text ...", err=True)
     way: Way = Plain()
     if given["dynamic"]:
         rate, decay, window = (given[name] for name in ("dynamic_rate", "dynamic_decay", "dynamic_window"))
-        rms = gradient_rms(model, run.tokens("train").ids[:SCALED_BY], window=window)
+        rms = gradient_rms(model, ids("train")[:SCALED_BY], window=window)
         if rate is None or decay is None:
-            way = DynamicEvaluation.tuned(model, valid, rate=rate, decay=decay, window=window, rms=rms)
+            way = DynamicEvaluation.tuned(model, ids("valid")[followed], rate=rate, decay=decay, window=window, rms=rms)
         else:
             way = DynamicEvaluation(rate, decay, window, rms)
     if given["cache"]:
         size, weight, sharpness = (given[name] for name in ("cache_size", "cache_weight", "cache_sharpness"))
         if weight is None or sharpness is None:
-            way = NeuralCache.tuned(model, valid, size=size, weight=weight, sharpness=sharpness, over=way)
+            settings = {"size": size, "weight": weight, "sharpness": sharpness}
+            way = NeuralCache.tuned(model, ids("valid")[followed], **settings, over=way)
         else:
             way = NeuralCache(size, weight, sharpness, way)
     if given["mix_ngram"]:
-        train, share = run.tokens("train").ids, given["ngram_weight"]
-        ngram = NGramLM(train, run.vocabulary.size, given["ngram_order"], run.vocabulary.end)
+        share = given["ngram_weight"]
+        ngram = NGramLM(ids("train"), run.vocabulary.size, given["ngram_order"], run.vocabulary.end)
         if share is None:
-            way = Mixture.tuned(model, valid, [ngram], over=way)
+            way = Mixture.tuned(model, ids("valid")[followed], [ngram], over=way)
         else:
             way = Mixture((1 - share, share), (ngram,), way)
     return way, tuned_on
+
+
+def _overlap(a: "Read", b: "Read") -> bool:
+    """Whether much of one text is in the other; of a text that has no block of its own to look for, all of it."""
+    from loopfold.text.overlap import share_in
+    from loopfold.training.job import REPEATED
+
+    if isinstance(a, str) and isinstance(b, str) and (a in b or b in a):
+        return True
+    return max(share_in(a, b), share_in(b, a)) >= REPEATED

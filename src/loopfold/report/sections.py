@@ -82,6 +82,8 @@ MODEL = (
 def the_run(subject: Subject) -> Section:
     run, corpus = subject.run, subject.corpus
     options = run.options.as_json()
+    if isinstance(run.options.hidden_size, tuple):
+        options["hidden_size"] = "-".join(map(str, run.options.hidden_size))
     steps = run.metrics[-1]["step"] if run.metrics else 0
     text = {
         "name": corpus.name,

@@ -56,9 +56,9 @@ class Streams:
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 1 or self.ids.dtype not in WHOLE or not len(self.ids):
-            raise ValueError(
-                f"Streams needs ids [n] of torch.int64, n at least 1; got {tuple(self.ids.shape)} of {self.ids.dtype}."
-            )
+            kinds = f"{', '.join(map(str, WHOLE[:-1]))} or {WHOLE[-1]}"
+            got = f"{tuple(self.ids.shape)} of {self.ids.dtype}"
+            raise ValueError(f"Streams needs ids [n] of {kinds}, n at least 1; got {got}.")
         whole_number("Streams", "window", self.window)
         object.__setattr__(self, "count", min(whole_number("Streams", "count", self.count), len(self.ids)))
         if not 0 <= self.rank < self.world:

@@ -29,6 +29,11 @@ from torch import Tensor
 
 from loopfold.files import cache_folder
 
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
 KEPT = 20 * 10**9  # bytes of token files
 _DAY = 86400.0  # seconds
 _READ = 1 << 20
@@ -85,12 +90,13 @@ def in_file(name: str, unit: str, size: int, pieces: Callable[[], Iterator[Encod
     dtype = smallest(size)
     try:
         path = cache_folder() / "tokens" / f"{name}.tokens"
-        found = _read(path, unit, dtype)
+        found = _read(path, unit, dtype, size)
         if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, unit, dtype, pieces())
-            found = _read(path, unit, dtype)
             _sweep(path.parent)
+            _write(path, unit, dtype, pieces())
+            found = _read(path, unit, dtype, size)
+        _sweep(path.parent)
         if found is not None:
             return found
         reason = "it was damaged as soon as it was written"
@@ -105,6 +111,7 @@ def _write(path: Path, unit: str, dtype: np.dtype[Any], pieces: Iterator[Encoded
     new, digest, count, counts = path.with_name(f"{path.stem}.{token_hex(4)}.new"), sha256(), 0, [0, 0, 0]
     try:
         with new.open("xb") as file:
+            _locked(file)  # until this process ends, however it ends
 
             def write(data: bytes) -> None:
                 file.write(data)
@@ -126,11 +133,11 @@ def _write(path: Path, unit: str, dtype: np.dtype[Any], pieces: Iterator[Encoded
         raise
 
 
-def _read(path: Path, unit: str, dtype: np.dtype[Any]) -> Tokens | None:
-    """What is in a token file; None where it is missing or not whole."""
+def _read(path: Path, unit: str, dtype: np.dtype[Any], size: int) -> Tokens | None:
+    """What is in a token file; None where it is missing, not whole or not of a vocabulary of `size`."""
     try:
         with path.open("rb") as file:
-            about = _about(file)
+            about = _about(file, dtype.newbyteorder("<"), size)
             if about is None:
                 _log.warning("%s is damaged and is made again", path)
                 return None
@@ -145,29 +152,65 @@ def _read(path: Path, unit: str, dtype: np.dtype[Any]) -> Tokens | None:
     return Tokens(torch.from_numpy(ids), unit, about["characters"], about["bytes"], about["unknown"])
 
 
-def _about(file: IO[bytes]) -> dict[str, Any] | None:
-    """What a file says of its tokens, if it is whole. It is read in pieces: a map of it would count as memory."""
+def _about(file: IO[bytes], dtype: np.dtype[Any], below: int) -> dict[str, int] | None:
+    """What a file says of its tokens, if it is whole and all of them are `below` so much: it may come from anyone.
+
+    It is read in pieces: a map of it would count as memory.
+    """
     size = os.fstat(file.fileno()).st_size
     if size < _END:
         return None
-    digest, left = sha256(), size - 32
-    while left and (data := file.read(min(left, _READ))):
-        digest.update(data)
-        left -= len(data)
-    if file.read() != digest.digest():
-        return None
     file.seek(size - _END)
-    length = int.from_bytes(file.read(8), "little")
+    length, needed = int.from_bytes(file.read(8), "little"), file.read()
+    if length > size - _END:
+        return None
     file.seek(size - _END - length)
-    return json.loads(file.read(length))
+    try:
+        found = json.loads(file.read(length))
+        about = {name: found[name] for name in ("tokens", "characters", "bytes", "unknown")}
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    if not all(type(count) is int and count >= 0 for count in about.values()):
+        return None
+    ids = about["tokens"] * dtype.itemsize
+    if ids + length + _END != size:
+        return None
+    digest, at = sha256(), 0
+    file.seek(0)
+    while at < size - 32 and (data := file.read(min(size - 32 - at, _READ))):
+        digest.update(data)
+        part = np.frombuffer(data[: max(ids - at, 0)], dtype)
+        if len(part) and not 0 <= int(part.min()) <= int(part.max()) < below:
+            return None
+        at += len(data)
+    return about if digest.digest() == needed else None
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what was used longest ago, where there is too much, and what a process that was killed has left."""
+    """Remove what was used longest ago, where there is too much, and what a process that was stopped has left."""
     with suppress(OSError):
         files = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda f: -f[0].st_mtime)
         total = 0
         for about, file in files:
             total += about.st_size
-            if time.time() - about.st_mtime > _DAY and (file.suffix == ".new" or total > KEPT):
+            age = time.time() - about.st_mtime
+            left = file.suffix == ".new" and (age > _DAY or (age > 1 and _is_left(file)))  # 1: until it is locked
+            if left or (age > _DAY and total > KEPT):
                 file.unlink(missing_ok=True)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether no process writes a file any more; False where the system cannot tell."""
+    with path.open("rb") as file:
+        return _locked(file, shared=True)
+
+
+def _locked(file: IO[bytes], shared: bool = False) -> bool:
+    """Lock a file until it is closed, if no one else has."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:  # another process has, or the file system has no locks
+        return False
+    return True

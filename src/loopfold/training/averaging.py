@@ -68,11 +68,11 @@ class PolyakAverage:
         if not self.count:
             yield
             return
-        with torch.no_grad():  # in place: what an engine has compiled reads the parameters where they are
-            own = {name: p.clone() for name, p in self.weights.items()}
-            for name, p in self.weights.items():
-                p.copy_(self.sums[name] / self.count)
+        own = {name: p.detach().clone() for name, p in self.weights.items()}
         try:
+            with torch.no_grad():  # in place: what an engine has compiled reads the parameters where they are
+                for name, p in self.weights.items():
+                    p.copy_(self.sums[name] / self.count)
             yield
         finally:
             with torch.no_grad():

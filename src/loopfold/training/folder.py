@@ -1,14 +1,17 @@
 """The run folder: everything about a run, in JSON and safetensors, complete at every moment.
 
-    config.json                 options, seed, versions, the corpus and its checksum
+    config.json                 options, versions, the corpus and its checksum
     vocabulary.json
     cell.py                     the user's own cell, where the run has one
     stdin.txt                   the text, where it came from standard input
     metrics.jsonl               a line for every entry of the learning curve
-    weights-1200.safetensors    the model after 1,200 steps; also the one that was best on the valid text
-    state-1200.safetensors      the optimiser, and the state carried from window to window
+    weights-1200.safetensors    the model after 1,200 steps, or the mean up to there; also the one that was best on the
+                                valid text
+    state-1200.safetensors      the optimiser, and the state carried from window to window; where weights are averaged,
+                                their sums and the last ones
     checkpoint.json             which of these files belong together, and the SHA-256 of each; options that have
                                 changed since the run began
+    comparison.json, baselines  what a comparison found and trained
 
 A file is written under another name, flushed to the disk and then renamed. `checkpoint.json` is written last: until
 then the one before it counts, with all its files. So a run can be killed at any moment and resumed from the last

@@ -55,6 +55,8 @@ class Progress:
             counts = progress.step, progress.tokens, progress.misses, progress.decays
             if min(counts) < 0 or not 0 <= progress.seconds < math.inf:
                 raise ValueError("a count is below 0, or the time is not a number")
+            if progress.average_from is not None and folder.options.average == "none":
+                raise ValueError("it averages weights, and the options do not")
             if progress.average_from is not None and not 0 <= progress.average_from <= progress.step:
                 raise ValueError(f"an average begins at step {progress.average_from} of {progress.step}")
             if progress.step != folder.checkpoint["step"]:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loopfold.errors import OptionError
 from loopfold.evaluation import perplexity
+from loopfold.language.base import Context
 from loopfold.processes import Processes, join_processes
 from loopfold.states import detached, leaves, map_state
 from loopfold.text.corpus import read_corpus
-from loopfold.text.streams import Streams
+from loopfold.text.streams import Streams, Window
 from loopfold.text.vocabulary import Vocabulary
 from loopfold.training.averaging import PolyakAverage, is_triggered, tail_from
 from loopfold.training.cells import blaming
@@ -149,7 +150,6 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
     steps = options.steps(len(streams.ids))
     evaluate_every = options.evaluate_every or len(streams)
     cold = model.initial_context(streams.count)
-    device = next(model.parameters()).device
 
     optimiser, average = make_optimiser(options, model), PolyakAverage(model)
     progress, entries = Progress.of(folder), folder.metrics
@@ -185,16 +185,12 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         for group in optimiser.param_groups:  # a longer window has more to say (Merity et al., 2018)
             group["lr"] = rate * (len(window.tokens) / options.window if options.vary_window else 1)
         torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
-        with autocast_of(options, device.type):
-            scored = parallel(window.tokens.to(device), context, window.lengths)
-            loss = scored.loss(processes.count / count)  # a mean over all processes' tokens, once DDP has averaged
-        optimiser.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+        share = processes.count / count  # a mean over all processes' tokens, once DDP has averaged
+        nll, norm, context = gradient_of(options, parallel, window, context, cold, share)
 
         # what the processes must agree on
         due = time.monotonic() - saved_at > save_every
-        figures = torch.stack([scored.nll.detach().double().sum(), norm.double()]).cpu()
+        figures = torch.stack([nll.double().sum(), norm.double()]).cpu()
         flags = torch.tensor([float(interrupts.number), float(due and processes.first)], dtype=torch.float64)
         total, norms, stop, due_now = processes.sum(torch.cat([figures, flags])).tolist()
         if not math.isfinite(total + norms):
@@ -203,8 +199,6 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         if options.average == "tail":
             progress = replace(progress, average_from=tail_from(options, progress.step, steps, progress.average_from))
         average.clear() if progress.average_from is None else average.add()
-        # of one dtype in all windows: a cell may give bfloat16 under autocast
-        context = map_state(lambda leaf, like: leaf.to(like.dtype), detached(scored.context), cold)
         progress = replace(
             progress,
             step=progress.step + 1,
@@ -216,7 +210,8 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
 
         # the learning curve
         at_end = progress.step == steps
-        evaluate = len(job.valid_tokens) > 0 and (progress.step % evaluate_every == 0 or at_end)
+        in_turn = progress.step % evaluate_every == 0
+        evaluate = len(job.valid_tokens) > 0 and (in_turn or at_end)
         best = progress.best is None  # until there is an evaluation, the newest
         if progress.step % LOG_EVERY == 0 or evaluate or at_end:
             entry = {
@@ -239,7 +234,7 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
                 best = progress.best is None or ledger.nats_per_token < progress.best
                 if best:
                     progress = replace(progress, best=ledger.nats_per_token, misses=0)
-                else:
+                elif in_turn:  # else a run that has ended and goes on would have a miss more than a longer one
                     progress = replace(progress, misses=progress.misses + 1, decays=progress.decays + 1)
                 if average.count:
                     entry["averaged"] = average.count
@@ -256,6 +251,25 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
             number = interrupts.number or int(signal.SIGTERM)
             said = f"stopped at step {progress.step} of {steps}; everything is saved in {folder.path}."
             raise Stopped(said, number, folder.path)
+
+
+def gradient_of(
+    options: Options, model: nn.Module, window: Window, context: Context, cold: Context, share: float
+) -> tuple[Tensor, Tensor, Context]:
+    """A window forwards and backwards: the losses of its tokens, the gradient's norm before clipping, the next context.
+
+    `cold` is a context as the model begins with, `share` what makes a mean of the sum of all losses.
+    """
+    device = context.last.device
+    with autocast_of(options, device.type):
+        scored = model(window.tokens.to(device), context, window.lengths)
+        loss = scored.loss(share)
+    model.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+    # of one dtype in all windows: a cell may give bfloat16 under autocast
+    carried = map_state(lambda leaf, like: leaf.to(like.dtype), detached(scored.context), cold)
+    return scored.nll.detach(), norm, carried
 
 
 def _finished(progress: Progress, steps: int, options: Options) -> bool:

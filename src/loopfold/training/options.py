@@ -170,10 +170,15 @@ class Options:
         except ValueError as error:
             raise OptionError(str(error)) from error
         if isinstance(self.hidden_size, tuple) and self.layers not in (1, len(self.hidden_size)):
-            sizes = f" has {len(self.hidden_size)} sizes, one for each layer: leave out "
-            raise OptionError(Argument("hidden_size"), sizes, Argument("layers"), ".")
+            needed = len(self.hidden_size)
+            sizes = f" has {needed} sizes, one for each layer: leave out "
+            raise OptionError(
+                Argument("hidden_size"), sizes, Argument("layers"), ", or choose ", Argument("layers", needed), "."
+            )
         if self.hidden_size == ():
             raise OptionError(Argument("hidden_size"), " needs a size for each layer; got none.")
+        if isinstance(self.hidden_size, tuple):
+            object.__setattr__(self, "layers", len(self.hidden_size))
 
     @staticmethod
     def about(name: str) -> str:

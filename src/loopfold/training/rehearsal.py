@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from loopfold.processes import Processes
-from loopfold.states import detached
 from loopfold.text.corpus import read_corpus
 from loopfold.training.cells import blaming
 from loopfold.training.guards import check_sources
 from loopfold.training.job import New, streams_of
-from loopfold.training.making import autocast_of, make_optimiser
+from loopfold.training.loop import gradient_of
+from loopfold.training.making import make_optimiser
 from loopfold.training.options import Options
 from loopfold.training.run import Run, check_device
 from loopfold.training.watching import Plan
@@ -46,20 +45,16 @@ def rehearse(options: Options, out: str | Path | None = None, *, start: Run | No
     steps = options.steps(len(streams.ids))
     plan = Plan(str(new.place(out)), options, new.model, steps, len(streams), len(new.tokens), 0, new.notes)
     model = new.model.to(options.device).train()
-    optimiser, context = make_optimiser(options, model), model.initial_context(streams.count)
+    optimiser, cold = make_optimiser(options, model), model.initial_context(streams.count)
+    context = cold
     begun, tokens = 0.0, 0
     failed = f"the first steps of {options.cell} failed"
     with torch.random.fork_rng(devices=[]), blaming(lambda: failed):
         for i in range(1 + STEPS):
             window, count = streams[i % len(streams)], streams.tokens_in(i % len(streams))
-            with autocast_of(options, options.device):
-                scored = model(window.tokens.to(options.device), context, window.lengths)
-                loss = scored.loss(1 / count)
-            optimiser.zero_grad()
-            loss.backward()
-            float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # as a number, so that a GPU is waited for
+            _, norm, context = gradient_of(options, model, window, context, cold, 1 / count)
+            float(norm)  # so that a GPU is waited for
             optimiser.step()
-            context = detached(scored.context)
             tokens += count
             if i == 0:
                 begun, tokens = time.perf_counter(), 0

@@ -132,7 +132,7 @@ class Run:
             raise OptionError(f"the text has {len(ids)} token, needs 2: choose another with ", Argument("part"), ".")
         steps = min(steps, len(ids) - 1)
         count = min(PASSAGES, (len(ids) - 1) // steps)
-        starts = torch.linspace(0, len(ids) - 1 - steps, count).long()
+        starts = torch.arange(count) * (len(ids) - 1 - steps) // max(count - 1, 1)
         place = starts + torch.arange(steps)[:, None]
         return ids[place].long(), ids[place + 1].long()
 
