@@ -768,3 +768,12 @@ def test_a_mogrifier_trains(text: Path, tmp_path: Path) -> None:
     run = train(options_of(text, cell=cell, hidden_size=8, precision="float32", epochs=1.0), tmp_path / "run")
     valid = [entry["valid"] for entry in run.metrics]
     assert valid[-1] < valid[0] - 0.1
+
+
+def test_what_cannot_come_to_pass_is_said_beforehand(text: Path, tmp_path: Path) -> None:
+    asked = "--average triggered --schedule step --decay-after 3 --precision bf16 --epochs 3"
+    code, _, err = said_by(*flags(text), *asked.split(), "--out", tmp_path / "run")
+    assert code == 0, err
+    assert "no weights will be averaged: that takes 7 evaluations, and this run has 3" in err
+    assert "the learning rate never falls: the run is over before 3 epochs are" in err
+    assert "most CPUs take longer in bf16" in err

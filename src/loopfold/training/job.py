@@ -122,7 +122,7 @@ class New:
         else:
             model = model_with(options, vocabulary.size, weights_of(start.model), start.path)
         try_step(model, options)  # before anything is written: a cell may not fit
-        notes = _notes(corpus, tokens, start)
+        notes = _notes(corpus, tokens, start) + _in_vain(options, tokens)
         return New(options, corpus, vocabulary, model, tokens, notes, None if start is None else _origin(start))
 
     def place(self, out: str | Path | None) -> Path:
@@ -200,6 +200,23 @@ def _notes(corpus: Corpus, tokens: Tokens, start: Run | None) -> tuple[str, ...]
     if start is not None and tokens.unknown:
         share = tokens.unknown / len(tokens)
         notes.append(f"{100 * share:.2g} % of the text's {tokens.unit}s are unknown to the vocabulary of {start.path}")
+    return tuple(notes)
+
+
+def _in_vain(options: Options, tokens: Tokens) -> tuple[str, ...]:
+    """What was chosen and cannot come to pass in a run of this length, or on this device."""
+    steps, epoch = options.steps(len(tokens)), len(streams_of(options, tokens))
+    evaluations = -(-steps // (options.evaluate_every or epoch))
+    notes = []
+    if options.average == "triggered" and evaluations < options.average_after + 2:
+        notes.append(
+            f"no weights will be averaged: that takes {options.average_after + 2} evaluations, and this run has "
+            f"{evaluations}"
+        )
+    if options.schedule == "step" and options.decay_after >= options.epochs:
+        notes.append(f"the learning rate never falls: the run is over before {options.decay_after} epochs are")
+    if options.precision == "bf16" and options.device == "cpu":
+        notes.append("most CPUs take longer in bf16 than in float32")
     return tuple(notes)
 
 
