@@ -31,7 +31,7 @@ static int less(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 int main(void) {
-    static cell model;
+    static cell_model model;
     float x[CELL_X] = {0}, output[CELL_OUTPUT], sum = 0;
     cell_init(&model);
     for (int t = 0; t < STEPS; t++) {
