@@ -50,11 +50,15 @@ class Ledger:
         """
         if losses.shape != (len(tokens),):
             raise ValueError(f"{len(tokens)} tokens need as many losses; got {tuple(losses.shape)}.")
-        nll = math.fsum(_sums(losses).tolist())
+        return Ledger._of(tokens, math.fsum(_sums(losses).tolist()), carried, way)
+
+    @staticmethod
+    def _of(tokens: Any, nll: float, carried: bool, way: "Way | str") -> "Ledger":
         if isinstance(tokens, Tokens):
             text = (tokens.unit, tokens.unknown, tokens.characters, tokens.bytes)
             return Ledger(nll, len(tokens), *text, carried, str(way))
-        return Ledger(nll, len(tokens), carried=carried, way=str(way))
+        count = tokens.numel() if isinstance(tokens, Tensor) else len(tokens)
+        return Ledger(nll, count, carried=carried, way=str(way))
 
     @property
     def nats_per_token(self) -> float:
@@ -165,9 +169,7 @@ def perplexity(
         else:
             parts = _pieces(ids, window, streams)
             nll = _total(nll for part in parts for nll in _score(language_model, part, window))
-    if isinstance(tokens, Tokens):
-        return Ledger(nll, len(ids), tokens.unit, tokens.unknown, tokens.characters, tokens.bytes, carried)
-    return Ledger(nll, ids.numel(), carried=carried)
+    return Ledger._of(tokens if isinstance(tokens, Tokens) else ids, nll, carried, way)
 
 
 def token_losses(

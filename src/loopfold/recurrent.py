@@ -107,19 +107,6 @@ class Recurrent(RecurrentLayer):
         plain = isinstance(self.cell, nn.Module) and context is None and steps is None
         if plain and isinstance(x, Tensor) and torch.compiler.is_compiling():
             return unfold_in_graph(self, x, state, lengths, only_last)
-        return self.outside_of_graphs(x, state, lengths, steps=steps, context=context, only_last=only_last)
-
-    def outside_of_graphs(
-        self,
-        x: State | None = None,
-        state: State | None = None,
-        lengths: Tensor | list[int] | None = None,
-        *,
-        steps: int | None = None,
-        context: State | None = None,
-        only_last: bool = False,
-    ) -> Unfolding:
-        """The call, wherever torch's compiler is not at work."""
         calls = _watched.get()
         if calls is not None:
             calls.append((self, self.recurrence(x, state, lengths, steps=steps, context=context)))

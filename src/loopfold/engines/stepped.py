@@ -19,7 +19,7 @@ from loopfold.engines.writing import Buffer, Role, forwards
 from loopfold.staleness import unaltered
 from loopfold.states import State, all_leaves, leaves, rebuild
 from loopfold.stepgraph.dependence import table_of
-from loopfold.stepgraph.graph import Node, Refusal, StepGraph, apply, needed_for
+from loopfold.stepgraph.graph import Node, Refusal, StepGraph, compute, needed_for
 from loopfold.stepgraph.hoist import whole_step
 from loopfold.stepgraph.loop import ordered
 from loopfold.stepgraph.recipes import Recipe
@@ -99,10 +99,7 @@ class NativeStep:
             raise Refusal("its parameters were made under torch.inference_mode, so that changes could not be seen.")
         values = given_to(recurrence, self.found, [tensor.detach() for tensor in tensors])
         values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
-        needed = set(needed_for([n for r in (*loop.constants, *loop.contexts) for n in r.nodes()], {*values}))
-        for node in graph.operations:
-            if node in needed:
-                values[node] = apply(node, values, self.batch)
+        compute(graph, [n for r in (*loop.constants, *loop.contexts) for n in r.nodes()], values, self.batch)
         constants = [as_row(recipe.make(values), self.like, self.like.dtype) for recipe in loop.constants]
         contexts = [recipe.make(values).contiguous() for recipe in loop.contexts]
         tables = [(i, values[table]) for i, (_, table) in enumerate(code.reads) if table is not None]

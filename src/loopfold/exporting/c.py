@@ -193,7 +193,7 @@ class CWriter(Writer):
             *(f"#define {big}_{line}" for line in self._sizes()),
             *[
                 f"#define {big}_{given.upper()} {leaf.size}"
-                for given, leaf in zip(self._outputs, self.outputs, strict=True)
+                for given, leaf in zip(self._outputs, self.program.outputs, strict=True)
             ],
             "",
             "typedef struct {",
@@ -220,18 +220,18 @@ class CWriter(Writer):
         if self.texts:
             size = self.texts.size
             return [f"TOKENS {size}", f"START {size}  /* what the first step reads, before any token */"]
-        pairs = zip(self.names, self.x, strict=True)
+        pairs = zip(self.names, self.program.x, strict=True)
         return [f"{name.upper()}{'_KINDS' if leaf.tokens else ''} {leaf.tokens or leaf.size}" for name, leaf in pairs]
 
     @property
     def _outputs(self) -> list[str]:
-        many = len(self.outputs)
+        many = len(self.program.outputs)
         return ["output"] if many == 1 else [f"output{i}" for i in range(many)]
 
     def _signature(self, name: str) -> str:
         reads = [
             f"long {given}" if leaf.tokens else f"const float *{given}"
-            for given, leaf in zip(self.names, self.x, strict=True)
+            for given, leaf in zip(self.names, self.program.x, strict=True)
         ]
         return f"int {name}_step({', '.join([f'{name}_model *m', *reads, *[f'float *{o}' for o in self._outputs]])})"
 
@@ -239,7 +239,7 @@ class CWriter(Writer):
         program = self.program
         end = [
             f"memcpy({given}, {row}, {leaf.size} * sizeof(float));"
-            for given, row, leaf in zip(self._outputs, self.gives, self.outputs, strict=True)
+            for given, row, leaf in zip(self._outputs, self.gives, self.program.outputs, strict=True)
         ]
         end += [f"memcpy(m->{self.fields[i]}, {row}, sizeof m->{self.fields[i]});" for i, row in self.moves.items()]
         end += ["m->count++;"] if program.counts else []
@@ -249,7 +249,7 @@ class CWriter(Writer):
             if table is not None:
                 at = f"w + {self.table_at(i)} + (size_t){self.names[k]} * {table.shape[1]}"
                 begin.append(f"const float *const input{i} = {at};")
-            elif self.is_count(k):
+            elif self.program.is_count(k):
                 begin.append(f"const float input{i}[1] = {{(float)m->count}};")
             else:
                 begin.append(f"const float *const input{i} = {self.names[k]};")
@@ -257,7 +257,7 @@ class CWriter(Writer):
         for i, field in enumerate(self.fields):
             if re.search(rf"(?<!>)\bstate{i}\b", rest):
                 begin.append(f"const float *const state{i} = m->{field};")
-        tokens = [(name, leaf.tokens) for name, leaf in zip(self.names, self.x, strict=True) if leaf.tokens]
+        tokens = [(name, leaf.tokens) for name, leaf in zip(self.names, self.program.x, strict=True) if leaf.tokens]
         first = [f"if ({token} < 0 || {token} >= {count}) return -1;" for token, count in tokens]
         first += ["const float *const w = m->weights;"] if re.search(r"\bw\b", rest) else []
         read = "\n".join([*first, rest])

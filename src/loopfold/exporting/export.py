@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from loopfold.errors import Argument, OptionError
@@ -106,6 +105,5 @@ def _sources(
     writer, named = CWriter(program, texts), (path.stem, not asked["weights_beside"])
     files = {path: writer.source(*named).encode(), path.with_suffix(".h"): writer.header(*named).encode()}
     if asked["weights_beside"]:
-        numbers = torch.cat([tensor.reshape(-1) for tensor in program.weights()])
-        files[path.with_suffix(".bin")] = numbers.numpy().astype("<f4").tobytes()
+        files[path.with_suffix(".bin")] = program.numbers().numpy().astype("<f4").tobytes()
     return files

@@ -9,10 +9,11 @@ import torch
 
 from loopfold.errors import Argument, OptionError
 from loopfold.exporting.program import StepProgram
-from loopfold.exporting.texts import UNSPACED, Texts
+from loopfold.exporting.texts import Texts
 from loopfold.exporting.writing import Writer, indented, single
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS
+from loopfold.text.vocabulary import UNSPACED
 
 _FUNCTIONS = {
     "product": """\
@@ -148,7 +149,7 @@ class JavaScriptWriter(Writer):
     def source(self, half: bool) -> str:
         """The module; `half`: its weights have 16 bits each."""
         program, texts = self.program, self.texts
-        data = torch.cat([tensor.reshape(-1) for tensor in program.weights()])
+        data = program.numbers()
         if half and bool((data.isfinite() & ~data.half().isfinite()).any()):
             raise OptionError(Argument("half"), f" cannot hold {data[data.isfinite()].abs().max():.3g}: leave it out.")
         packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
@@ -206,13 +207,17 @@ class JavaScriptWriter(Writer):
         return indented(lines, "  ")
 
     def _buffers(self) -> list[str]:
-        widths = [(self.program.x[k].size if table is None else table.shape[1]) for k, table in self.program.inputs]
+        x = self.program.x
+        widths = [
+            table.shape[1] if table is not None else 1 if self.program.is_count(k) else x[k].size
+            for k, table in self.program.inputs
+        ]
         made = [f"const input{i} = new Float32Array({width});" for i, width in enumerate(widths)]
         return made + [f"const state{i} = new Float32Array({leaf.size});" for i, leaf in enumerate(self.program.state)]
 
     def _step(self) -> list[str]:
         begin = []
-        for name, leaf in zip(self.names, self.x, strict=True):
+        for name, leaf in zip(self.names, self.program.x, strict=True):
             if leaf.tokens:
                 holds = f"Number.isInteger({name}) && {name} >= 0 && {name} < {leaf.tokens}"
                 said = f"`a token is a whole number from 0 to {leaf.tokens - 1}; got ${{{name}}}`"
@@ -227,8 +232,10 @@ class JavaScriptWriter(Writer):
                 at = f"{self.table_at(i)} + {self.names[k]} * {table.shape[1]}"
                 begin.append(f"input{i}.set(w.subarray({at}, {at} + {table.shape[1]}));")
             else:
-                begin.append(f"input{i}[0] = count++;" if self.is_count(k) else f"input{i}.set({self.names[k]});")
-        copies = [f"{row}.slice(0, {leaf.size})" for row, leaf in zip(self.gives, self.outputs, strict=True)]
+                begin.append(
+                    f"input{i}[0] = count++;" if self.program.is_count(k) else f"input{i}.set({self.names[k]});"
+                )
+        copies = [f"{row}.slice(0, {leaf.size})" for row, leaf in zip(self.gives, self.program.outputs, strict=True)]
         end = [f"const output = {copies[0] if len(copies) == 1 else '[' + ', '.join(copies) + ']'};"]
         end += [f"state{i}.set({row}.subarray(0, {self.program.state[i].size}));" for i, row in self.moves.items()]
         return [*begin, *self.body, *end]

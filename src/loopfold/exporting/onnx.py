@@ -194,8 +194,7 @@ def onnx_model(program: StepProgram, one_step: bool, lengths: bool, known: Stock
         raise ModuleNotFoundError("the package onnx is missing: type pip install 'loopfold[onnx]'.") from None
 
     main = Graph(helper)
-    x = program.x[: len(program.x) - program.counts]
-    outputs = program.outputs or program.state[:1]
+    x, outputs = program.x, program.outputs
     results = ["output"] if len(outputs) == 1 else [f"output{i}" for i in range(len(outputs))]
     given_as, states = _names(program, x, results)
     timed = program.counts or lengths
@@ -273,7 +272,7 @@ def _step(graph: Graph, program: StepProgram, states: list[str], x: list[str], t
     for leaf, table in program.inputs:
         if table is not None:
             inputs.append(graph.node("Gather", graph.tensor(table), x[leaf], axis=0))
-        elif program.counts and leaf == len(program.x) - 1:
+        elif program.is_count(leaf):
             number = graph.node("Reshape", graph.node("Cast", t, to=1), graph.integers(1, 1))
             rows = graph.node("Slice", graph.node("Shape", states[0]), graph.integers(0), graph.integers(1))
             ones = graph.node("Concat", rows, graph.integers(1), axis=0)
@@ -281,9 +280,7 @@ def _step(graph: Graph, program: StepProgram, states: list[str], x: list[str], t
         else:
             inputs.append(graph.node("Reshape", x[leaf], graph.integers(-1, program.x[leaf].size)))
     step = Operations(graph, program, states, inputs)
-    cut = len(program.state)
-    after = [step.whole(program.emitted[k]) for k in program.after[:cut]]
-    out = [step.whole(program.emitted[k]) for k in program.after[cut:] or program.after[:1]]
+    after, out = ([step.whole(program.emitted[k]) for k in which] for which in (program.after, program.gives))
     return after, out
 
 
@@ -318,10 +315,10 @@ def _scan(
     if timed or not x:
         zero, one = main.tensor(torch.tensor(0)), main.tensor(torch.tensor(1))
         sequences.append(_steps_of(main, x[0]) if x else main.node("Range", zero, "steps", one))
-    widths = [leaf.size for leaf in program.state] + [leaf.size for leaf in program.outputs or program.state[:1]]
+    widths = [leaf.size for leaf in (*program.state, *program.outputs)]
     reads = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", leaf.size])
              for name, leaf in zip(before, program.state, strict=True)]  # fmt: skip
-    reads += [info(name, leaf) for name, leaf in zip(now, program.x, strict=False)]
+    reads += [info(name, leaf) for name, leaf in zip(now, program.x, strict=True)]
     reads += [helper.make_tensor_value_info("/t", TensorProto.INT64, [])] if len(sequences) > len(x) else []
     names = [body.node("Identity", name) for name in (*after, *out)]  # no two outputs may be one
     gives = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])

@@ -1,6 +1,5 @@
 """A model's step as plain data: its operations in order, and every number that they read."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -17,8 +16,8 @@ from loopfold.language.base import LanguageModel
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.onestep import Steps, lowest, one_step, start_of
 from loopfold.recurrent import Recurrent
-from loopfold.states import State, Step, asks_for_index, in_evaluation, leaves, map_state, name_of
-from loopfold.stepgraph.graph import Refusal, StepGraph, apply, needed_for
+from loopfold.states import State, Step, all_leaves, asks_for_index, in_evaluation, leaves, map_state, name_of
+from loopfold.stepgraph.graph import Refusal, StepGraph, compute
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.transitions import Embedded
 
@@ -48,21 +47,21 @@ class Phase:
 class StepProgram:
     """One step of a model, for a program that takes it: `(output, state) = step(state, x)`.
 
-    The values are those of the loop language. `constants[i]` and `tables[i]` are float32: the rows and matrices that it
-    reads, and for input i the table of which a token names a row, if it does.
+    The values are those of the loop language. All numbers are float32: the rows and matrices that it reads, and for an
+    input the table of which a token names a row, if it does.
     """
 
     name: str
     x: tuple[Leaf, ...]
     state: tuple[Leaf, ...]
     start: tuple[Tensor, ...]  # the state before the first step, flat
-    outputs: tuple[Leaf, ...]
-    after: tuple[int, ...]  # which of the emitted values each leaf of the new state is, and then each output
+    outputs: tuple[Leaf, ...]  # the first leaf of the state, where the step gives nothing else
+    after: tuple[int, ...]  # which of the emitted values each leaf of the new state is
+    gives: tuple[int, ...]  # and each output
     emitted: tuple[Value, ...]
-    carried: tuple[int, ...]
     constants: tuple[Tensor, ...]
     inputs: tuple[tuple[int, Tensor | None], ...]  # for each input the leaf of x, and its table
-    counts: bool  # the last leaf of x is the number of the step
+    counts: bool  # an input that follows the leaves of x is the number of the step
 
     @staticmethod
     def of(model: nn.Module | Step, x: Any = None) -> "StepProgram":
@@ -109,11 +108,18 @@ class StepProgram:
             needed |= {a for a in v.args if a.is_pointwise and home[a] != home.get(v)}
         return needed
 
-    def weights(self) -> Iterator[Tensor]:
-        """Constants, tables and the first state, in this order, flat."""
-        yield from self.constants
-        yield from (table for _, table in self.inputs if table is not None)
-        yield from self.start
+    def is_count(self, leaf: int) -> bool:
+        """Whether an input is the number of the step, which nobody need give."""
+        return leaf == len(self.x)
+
+    def weights(self) -> list[Tensor]:
+        """Constants, tables and the first state, in this order."""
+        tables = [table for _, table in self.inputs if table is not None]
+        return [*self.constants, *tables, *self.start]
+
+    def numbers(self) -> Tensor:
+        """All weights, one after the other."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.weights()])
 
 
 def _example(model: Any, f: nn.Module) -> State | None:
@@ -144,31 +150,31 @@ def _program(model: Any, f: nn.Module, x: State | None) -> StepProgram:
     code = StepCode(graph)
     loop = code.loop
     values = given_to(recurrence, found, [tensor.detach() for tensor in parameters_of(recurrence, found)])
-    tables = {table for _, table in code.reads if table is not None}
-    needed = {*needed_for([*(n for recipe in loop.constants for n in recipe.nodes()), *tables], {*values})}
-    for node in graph.operations:
-        if node in needed:
-            values[node] = apply(node, values, 1)
+    tables = [table for _, table in code.reads if table is not None]
+    compute(graph, [*(n for recipe in loop.constants for n in recipe.nodes()), *tables], values, rows=1)
 
     def plain(value: Any) -> Tensor:
         return as_row(value, like, torch.float32).detach().to("cpu", torch.float32).contiguous()
 
     table_of = {leaf: values[table] for leaf, table in code.reads if table is not None}
-    names = [node.name for node in graph.x]
+    state = tuple(
+        Leaf(name, tuple(leaf.shape[1:])) for name, leaf in zip(_names(f, start, graph), leaves(start), strict=True)
+    )
+    outputs = tuple(Leaf(f"output{i}", node.shape[1:]) for i, node in enumerate(graph.results))
+    emitted = tuple(k for k in loop.leaves if isinstance(k, int))
+    after, gives = emitted[: len(state)], emitted[len(state) :]
     return StepProgram(
         name=type(model).__name__,
         x=tuple(
-            Leaf(name, tuple(leaf.shape[2:]), len(table_of[i]) if i in table_of else 0)
-            for i, (name, leaf) in enumerate(zip(names, recurrence.sequences, strict=True))
+            Leaf(node.name, tuple(leaf.shape[2:]), len(table_of[i]) if i in table_of else 0)
+            for i, (node, leaf) in enumerate(zip(graph.x, all_leaves(rows), strict=False))
         ),
-        state=tuple(
-            Leaf(name, tuple(leaf.shape[1:])) for name, leaf in zip(_names(f, start, graph), leaves(start), strict=True)
-        ),
+        state=state,
         start=tuple(plain(leaf).reshape(-1) for leaf in leaves(start)),
-        outputs=tuple(Leaf(f"output{i}", node.shape[1:]) for i, node in enumerate(graph.results)),
-        after=tuple(k for k in loop.leaves if isinstance(k, int)),
+        outputs=outputs or state[:1],
+        after=after,
+        gives=gives or after[:1],
         emitted=loop.emitted,
-        carried=loop.carried,
         constants=tuple(plain(recipe.make(values)) for recipe in loop.constants),
         inputs=tuple((leaf, None if table is None else plain(values[table])) for leaf, table in code.reads),
         counts=counts,

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from loopfold.text.vocabulary import UNSPACED, Vocabulary, Words
-
-__all__ = ["UNSPACED", "Texts"]
+from loopfold.text.vocabulary import Vocabulary, Words
 
 
 @dataclass(frozen=True)

@@ -53,17 +53,14 @@ class Writer(ABC):
         self.lines: list[str] = []
         self._numbers: set[str] = set()
         self.indices: list[tuple[str, tuple[int, ...]]] = []  # what is put elsewhere, and where it stood
-        self.x = program.x[: len(program.x) - program.counts]
-        kinds = ["token" if leaf.tokens else "x" for leaf in self.x]
+        kinds = ["token" if leaf.tokens else "x" for leaf in program.x]
         self.names = kinds if len(kinds) < 2 else [f"{kind}{i}" for i, kind in enumerate(kinds)]
-        self.outputs = program.outputs or program.state[:1]
         self.fields = field_names(program.state)
         self._write()
         rows = [self._given(k, value) for k, value in enumerate(program.emitted)]
         self.body = self.lines
-        cut = len(program.state)
-        self.gives = [rows[k] for k in program.after[cut:] or program.after[:1]]
-        self.moves = {i: rows[k] for i, k in enumerate(program.after[:cut]) if not self._stays(i, program.emitted[k])}
+        self.gives = [rows[k] for k in program.gives]
+        self.moves = {i: rows[k] for i, k in enumerate(program.after) if not self._stays(i, program.emitted[k])}
 
     def _given(self, k: int, v: Value) -> str:
         """The row of emitted value `k`; of what is part of the old state or of x, a copy: these are written over."""
@@ -88,10 +85,6 @@ class Writer(ABC):
         """Where the table of input i stands among the weights."""
         tables = [j for j, (_, table) in enumerate(self.program.inputs) if table is not None]
         return self.offsets[len(self.program.constants) + tables.index(i)]
-
-    def is_count(self, leaf: int) -> bool:
-        """Whether a leaf of x is the number of the step, which nobody need give."""
-        return self.program.counts and leaf == len(self.program.x) - 1
 
     def _write(self) -> None:
         for phase in self.program.phases:

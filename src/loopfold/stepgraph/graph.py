@@ -166,6 +166,14 @@ def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
     return node.target(*args, **kwargs)
 
 
+def compute(graph: StepGraph, roots: list[Node], values: dict[Node, Any], rows: int) -> None:
+    """Add to `values` what must run to have `roots`, for a batch of `rows`."""
+    needed = set(needed_for(roots, {*values}))
+    for node in graph.operations:
+        if node in needed:
+            values[node] = apply(node, values, rows)
+
+
 def _real(a: Any, values: dict[Node, Any], rows: int) -> Any:
     if isinstance(a, Node):
         return values[a]
