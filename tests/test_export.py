@@ -206,7 +206,7 @@ def close(folder: Path, makes: dict[str, Callable[[], tuple[nn.Module, Tensor]]]
             "ONNX": in_onnx(programs[name], xs[name][:, None])[0].reshape(truth[name].shape) - truth[name],
         }
         for language, e in error.items():
-            assert np.abs(e).max() <= bound[name], (name, language, programs[name].order)
+            assert np.abs(e).max() <= bound[name], (name, language, programs[name].forward.order)
 
 
 class FromRamp(Autonomous):

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loopfold.engines.auto import Auto, explain
+from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
+from loopfold.engines.explaining import explain
 from loopfold.engines.sequential import Sequential
 from loopfold.operations import numbered, unfold_in_graph
 from loopfold.regularisers import draw_weights, probability

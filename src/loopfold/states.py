@@ -132,7 +132,7 @@ def at_end(sequence: Tensor, lengths: Tensor | None) -> Tensor:
     if lengths is None:
         return sequence[-1]
     end = lengths.to(sequence.device) - 1
-    return sequence[end, torch.arange(len(end), device=sequence.device)]
+    return sequence[end, torch.arange(end.shape[0], device=sequence.device)]  # `len` would fix it in torch.export
 
 
 def describe(state: State) -> str:

@@ -63,6 +63,11 @@ class Program:
         return len(ordered(self.loop.emitted))
 
     @cached_property
+    def products(self) -> int:
+        """How many numbers the matrices have that a step multiplies by."""
+        return sum(v.args[0].width * v.width for v in ordered(self.loop.emitted) if v.op == "matmul")
+
+    @cached_property
     def numbers(self) -> int:
         """How many a run that has a way back holds, for each step and sequence, roughly."""
         return sum(v.width for v in (*self.loop.emitted, *self.kept)) + 2 * sum(self.loop.widths)

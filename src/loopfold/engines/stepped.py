@@ -32,8 +32,8 @@ LONG = 1 << 21  # products of two numbers in a step, from which on other threads
 class StepCode:
     """A whole step as one function: what depends on x alone, and what no later step reads, are part of it."""
 
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph, self.loop = graph, whole_step(graph)
+    def __init__(self, graph: StepGraph, learned: frozenset[Node] = frozenset()) -> None:
+        self.graph, self.loop = graph, whole_step(graph, learned)
         verify(self.loop)
         self.reads = [_read(graph, recipe) for recipe in self.loop.inputs]
         dtypes = {node.dtype for node in (*graph.state, *graph.outputs, *graph.results)}

@@ -4,87 +4,21 @@ import base64
 import json
 import math
 import re
+from itertools import accumulate
+from typing import Any
 
 import torch
 
 from loopfold.errors import Argument, OptionError
-from loopfold.exporting.program import StepProgram
+from loopfold.exporting.javascript_parts import FUNCTIONS, GENERATE, HOW_BACK, NEEDS, TIE, WEIGHTS, named, reading
+from loopfold.exporting.labels import Labels
+from loopfold.exporting.places import Places
+from loopfold.exporting.program import Schedule, StepProgram
 from loopfold.exporting.texts import Texts
 from loopfold.exporting.writing import Writer, indented, single
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS
-from loopfold.text.vocabulary import UNSPACED
 
-_FUNCTIONS = {
-    "product": """\
-function loopfold_product(x, w, at, rows, columns, y) {
-  y.fill(0);
-  let i = 0;
-  for (; i + 4 <= rows; i += 4) {
-    const m = at + i * columns, a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
-    for (let j = 0, k = m; j < columns; j++, k++)
-      y[j] += a * w[k] + b * w[k + columns] + c * w[k + 2 * columns] + d * w[k + 3 * columns];
-  }
-  for (; i < rows; i++) for (let j = 0; j < columns; j++) y[j] += x[i] * w[at + i * columns + j];
-}
-""",
-    "rows": """\
-function loopfold_rows(which, many, w, at, count, width, y) {
-  for (let i = 0; i < many; i++) {
-    const k = at + Math.min(Math.max(Math.trunc(which[i]) || 0, 0), count - 1) * width;
-    for (let j = 0; j < width; j++) y[i * width + j] = w[k + j];
-  }
-}
-""",
-    "take": """\
-function loopfold_take(x, from, width, y) {
-  for (let i = 0; i < width; i++) y[i] = from[i] < 0 ? 0 : x[from[i]];
-}
-""",
-    "rint": """\
-function rint(x) {  // halves to even
-  const r = Math.round(x);
-  return Math.abs(x % 1) === 0.5 && r % 2 ? r - 1 : r;
-}
-""",
-    "erf": """\
-function erf(x) {
-  return Math.abs(x) < 2 ? series(x) : Math.sign(x) * (1 - tail(Math.abs(x)));
-}
-""",
-    "erfc": """\
-function erfc(x) {
-  return Math.abs(x) < 2 ? 1 - series(x) : x < 0 ? 2 - tail(-x) : tail(x);
-}
-""",
-    "series": """\
-function series(x) {  // of the error function, near zero
-  let term = x, sum = x;
-  for (let n = 1; n < 60; n++) {
-    term *= (-x * x) / n;
-    sum += term / (2 * n + 1);
-  }
-  return (2 / Math.sqrt(Math.PI)) * sum;
-}
-""",
-    "tail": """\
-function tail(x) {  // 1 - erf(x) far from zero, as a continued fraction
-  if (x !== x || x > 30) return x !== x ? x : 0;
-  let f = x;
-  for (let n = 60; n > 0; n--) f = x + n / 2 / f;
-  return Math.exp(-x * x) / f / Math.sqrt(Math.PI);
-}
-""",
-    "rounded": """\
-function rounded(x, digits, least, beyond) {  // to so many binary digits after the first
-  if (x === 0 || x - x !== 0) return x;
-  if (Math.abs(x) >= beyond) return x * Infinity;
-  const unit = 2 ** (Math.max(Math.floor(Math.log2(Math.abs(x))), least) - digits);
-  return rint(x / unit) * unit;
-}
-""",
-}
-_NEEDS = {"erf": ("series", "tail"), "erfc": ("series", "tail"), "rounded": ("rint",)}
 # Where JavaScript says it otherwise than C
 _MATH = "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh abs"
 _OWN = {name: f"Math.{name}({{0}})" for name in _MATH.split()} | {
@@ -106,9 +40,29 @@ _OWN = {name: f"Math.{name}({{0}})" for name in _MATH.split()} | {
 class JavaScriptWriter(Writer):
     variable, constant, truth = "let", "const", "const"
 
-    def __init__(self, program: StepProgram, texts: Texts | None) -> None:
+    def __init__(
+        self,
+        program: StepProgram,
+        texts: Texts | None,
+        backward: bool = False,
+        watched: bool = False,
+        parameters: Places | None = None,
+    ) -> None:
+        """`backward`: with the reverse step; `watched`: with a graph of its operations, and the value of each.
+
+        `parameters`: where those of the model are, for weights that are trained.
+        """
+        self.watched, self.parameters = watched, parameters
+        self.ties = parameters.ties if parameters is not None and backward else []
+        self.fixed = [[*pair] for pair in parameters.fixed] if parameters is not None else []
         self.made: list[str] = []  # rows that every step needs, once
+        self.backward = backward
         super().__init__(program, texts)
+        self.back = self._back() if backward else []
+
+    def forward(self) -> Schedule:
+        schedule = self.program.forward_and_kept if self.backward else self.program.forward
+        return Schedule((*schedule.roots, *self.operations)) if self.watched else schedule
 
     def expression(self, op: str) -> str:
         return _OWN.get(op, OPS[op].c)
@@ -153,16 +107,6 @@ class JavaScriptWriter(Writer):
         if half and bool((data.isfinite() & ~data.half().isfinite()).any()):
             raise OptionError(Argument("half"), f" cannot hold {data[data.isfinite()].abs().max():.3g}: leave it out.")
         packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
-        text = "\n".join(self.body)
-        used = [name for name in _FUNCTIONS if re.search(rf"\b(loopfold_)?{name}\(", text)]
-        used += [need for name in used for need in _NEEDS.get(name, ())]
-        state = ", ".join(f"{field}: state{i}" for i, field in enumerate(self.fields))
-        reset = [
-            f"state{i}.set(w.subarray({at}, {at + leaf.size}));"
-            for i, (at, leaf) in enumerate(zip(self.starts, program.state, strict=True))
-        ]
-        reset += ["count = 0;"] if program.counts else []
-        reset += [f"last = {texts.size};"] if texts else []
         lines = [
             f"// One step of {program.name}, made by Loopfold. In a module:",
             "//",
@@ -170,24 +114,67 @@ class JavaScriptWriter(Writer):
             "//   const model = create()",
             f"//   const output = model.step({', '.join(self.names)})  // moves the state on",
             "//   model.reset()  // back to the state before the first step",
+            "//   const here = model.save()  // and later model.restore(here)",
             *(["//   model.generate('a prompt', 100, { temperature: 0.8, topK: 0 })"] if texts else []),
+            *(HOW_BACK if self.backward else []),
             "",
-            *[_FUNCTIONS[name] for name in dict.fromkeys(used)],
-            "function check(holds, message) {",
-            "if (!holds) throw new RangeError(message);",
-            "}",
+            *[FUNCTIONS[name] for name in self.functions()],
+            WEIGHTS.replace("HALF", "true" if half else "false"),
+            *self.places(),
+            *self.creator("export function create(weights = decoded())"),
             "",
-            _WEIGHTS.replace("HALF", "true" if half else "false"),
-            *[f"const {name} = [{', '.join(map(str, places))}];" for name, places in self.indices],
-            "export function create(weights = decoded()) {",
+            *([reading(texts)] if texts else []),
+            *([named(self.parameters)] if self.parameters is not None else []),
+            *(
+                [f"// What a step computes, in the order of `values`\nexport const graph = {self._graph()};"]
+                * self.watched
+            ),
+            f'const data = "{base64.b64encode(packed).decode()}";',
+        ]
+        return indented(lines, "  ")
+
+    def functions(self) -> list[str]:
+        """Those that the code calls, by name, each after those that it needs itself."""
+        text = "\n".join([*self.body, *self.back])
+        used = [name for name in FUNCTIONS if re.search(rf"\b(loopfold_)?{name}\(", text)]
+        return [*dict.fromkeys([*used, *(need for name in used for need in NEEDS.get(name, ())), "check"])]
+
+    def places(self) -> list[str]:
+        """Where what is put elsewhere stood."""
+        lines = [f"const {name} = [{', '.join(map(str, places))}];" for name, places in self.indices]
+        return lines + ([f"const ties = {json.dumps(self.ties, separators=(',', ':'))};"] if self.ties else [])
+
+    def creator(self, head: str) -> list[str]:
+        """The function that makes a model of weights."""
+        program, texts = self.program, self.texts
+        reset = [
+            f"state{i}.set(w.subarray({at}, {at + leaf.size}));"
+            for i, (at, leaf) in enumerate(zip(self.starts, program.state, strict=True))
+        ]
+        reset += ["count = 0;"] if program.counts else []
+        reset += [f"last = {texts.size};"] if texts else []
+        kept = ["count"] * program.counts + ["last"] * (texts is not None)
+        states = ", ".join(f"state{i}.slice()" for i in range(len(self.fields)))
+        gives = ["step", "reset", "save", "restore", f"state: {{ {self._state('state{}')} }}"]
+        gives += ["generate"] if texts else []
+        gives += ["unfold", "backward"] if self.backward else []
+        row = self._row()
+        gives += ["row"] if row else []
+        watched = ", ".join(f"{self.row(v)}.subarray(0, {v.width})" for v in self.operations if self.watched)
+        gives += [f"values: [{watched}]"] if self.watched else []
+        return [
+            f"{head} {{",
             f"check(weights.length === {self.size}, `weights must be {self.size} numbers; got ${{weights.length}}`);",
             "const w = weights;",
             *self._buffers(),
             *self.made,
             *(["let count = 0;"] if program.counts else []),
             *(["let last = 0;"] if texts else []),
+            *(["let tape = new Float32Array(0), steps = 0, read = [], keeping = false;"] if self.backward else []),
             "",
+            *(TIE.splitlines() if self.ties else []),
             "function reset() {",
+            *(["tie();"] if self.ties else []),
             *reset,
             "}",
             "",
@@ -196,15 +183,26 @@ class JavaScriptWriter(Writer):
             "return output;",
             "}",
             "",
-            *(_GENERATE.splitlines() if texts else []),
-            "reset();",
-            f"return {{ step, reset, state: {{ {state} }}{', generate' if texts else ''} }};",
+            "// Where it stands: all that its next steps depend on.",
+            "function save() {",
+            f"return {{ {', '.join([f'state: [{states}]', *kept])} }};",
             "}",
             "",
-            *([_reading(texts)] if texts else []),
-            f'const data = "{base64.b64encode(packed).decode()}";',
+            "function restore(saved) {",
+            *[f"state{i}.set(saved.state[{i}]);" for i in range(len(self.fields))],
+            *[f"{name} = saved.{name};" for name in kept],
+            "}",
+            "",
+            *self.back,
+            *row,
+            *(GENERATE.splitlines() if texts else []),
+            "reset();",
+            f"return {{ {', '.join(gives)} }};",
+            "}",
         ]
-        return indented(lines, "  ")
+
+    def _state(self, each: str) -> str:
+        return ", ".join(f"{field}: {each.format(i)}" for i, field in enumerate(self.fields))
 
     def _buffers(self) -> list[str]:
         x = self.program.x
@@ -224,7 +222,7 @@ class JavaScriptWriter(Writer):
             else:
                 holds, said = (
                     f"{name}?.length === {leaf.size}",
-                    f"`x must be {leaf.size} numbers; got ${{{name}?.length}}`",
+                    f"`{name} must be {leaf.size} numbers; got ${{{name}?.length}}`",
                 )
             begin.append(f"check({holds}, {said});")
         for i, (k, table) in enumerate(self.program.inputs):
@@ -238,114 +236,186 @@ class JavaScriptWriter(Writer):
         copies = [f"{row}.slice(0, {leaf.size})" for row, leaf in zip(self.gives, self.program.outputs, strict=True)]
         end = [f"const output = {copies[0] if len(copies) == 1 else '[' + ', '.join(copies) + ']'};"]
         end += [f"state{i}.set({row}.subarray(0, {self.program.state[i].size}));" for i, row in self.moves.items()]
-        return [*begin, *self.body, *end]
+        return [*begin, *self.body, *(["if (keeping) keep();"] if self.backward else []), *end]
 
+    # ---- the reverse step
 
-_WEIGHTS = """function decoded() {
-  const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
-  if (!HALF) return new Float32Array(bytes.buffer);
-  const bits = new Uint16Array(bytes.buffer), numbers = new Float32Array(bits.length);
-  for (let i = 0; i < bits.length; i++) {
-    const sign = bits[i] & 0x8000 ? -1 : 1, exponent = (bits[i] >> 10) & 31, rest = bits[i] & 1023;
-    numbers[i] = sign * (exponent === 31 ? (rest ? NaN : Infinity)
-      : exponent ? (1 + rest / 1024) * 2 ** (exponent - 15) : rest * 2 ** -24);
-  }
-  return numbers;
-}
-"""
+    def _back(self) -> list[str]:
+        """The functions of back-propagation through time."""
+        program, reverse = self.program, self.program.reverse
+        emitted, carried = program.loop.emitted, program.loop.carried
+        kept = [v for v in program.kept if self.root(v).op != "constant"]
+        places = [*accumulate((v.width for v in kept), initial=0)]
+        size = places.pop()
+        rows = [*zip(kept, map(self.row, kept), places, strict=True)]
+        self.made += [f"const carry{k} = new Float32Array({emitted[k].width});" for k in range(len(carried))]
+        self.made += [f"const incoming{k} = new Float32Array({v.width});" for k, v in enumerate(emitted)]
+        self.made.append("const one = [1];")
+        body = self._written(program.backward)
+        self._sums()
+        after = [self._given(f"back{k}", g) for k, g in enumerate(reverse.carries)]
+        self.lines += [f"carry{k}.set({row}.subarray(0, {emitted[k].width}));" for k, row in enumerate(after)]
+        of = {i: k for k, i in enumerate(carried)}
+        states = [f"carry{of[i]}.slice()" if i in of else f"new Float32Array({leaf.size})"
+                  for i, leaf in enumerate(program.state)]  # fmt: skip
+        numbers = [f"x{k}" for k in range(len(program.x))]
+        made = [f"const x{k} = new Float32Array({self._read_width(k)});" for k in range(len(program.x))]
+        several = len(program.gives) > 1
+        incoming = [f"loopfold_add(gradients[t]{f'?.[{j}]' if several else ''}, incoming{k}, {emitted[k].width});"
+                    for j, k in enumerate(program.gives)]  # fmt: skip
+        last = [f"loopfold_add(last.{field}, incoming{k}, {emitted[k].width});"
+                for field, k in zip(self.fields, program.after, strict=True)]  # fmt: skip
+        start = [
+            f"if (weights) loopfold_outer(one, 1, carry{of[i]}, {leaf.size}, weights, {at});"
+            for i, (leaf, at) in enumerate(zip(program.state, self.starts, strict=True))
+            if i in of and program.learned[i]
+        ]
+        return [
+            "function keep() {",
+            f"const at = {size} * steps++;",
+            f"if (at + {size} > tape.length) {{",
+            "const old = tape;",
+            f"tape = new Float32Array(2 * (at + {size}));",
+            "tape.set(old);",
+            "}",
+            *[f"for (let i = 0; i < {v.width}; i++) tape[at + {i} + i] = {row}[i];" for v, row, i in rows],
+            "}",
+            "",
+            "function unfold(xs) {",
+            *(["tie();"] if self.ties else []),
+            "steps = 0;",
+            "keeping = true;",
+            "try {",
+            "read = Array.from(xs);",
+            f"return read.map((x) => step({'...x' if len(program.x) > 1 else 'x' if program.x else ''}));",
+            "} finally {",
+            "keeping = false;",
+            "}",
+            "}",
+            "",
+            f"function backward(gradients, last = null, weights = new Float32Array({self.size})) {{",
+            "check(gradients.length === steps, `got gradients for ${gradients.length} steps; ${steps} were unfolded`);",
+            *[f"carry{k}.fill(0);" for k in range(len(carried))],
+            "const x = Array(steps), states = Array(steps);",
+            *[f"const now{i} = state{i}.slice();" for i in range(len(program.state))],
+            "for (let t = steps - 1; t >= 0; t--) {",
+            f"const at = {size} * t;",
+            *[f"incoming{k}.fill(0);" for k in range(len(emitted))],
+            *incoming,
+            "if (t === steps - 1 && last) {",
+            *last,
+            "}",
+            *[f"for (let i = 0; i < {v.width}; i++) {row}[i] = tape[at + {i} + i];" for v, row, i in rows],
+            *made,
+            *body,
+            f"x[t] = {numbers[0] if len(numbers) == 1 else '[' + ', '.join(numbers) + ']'};",
+            f"states[t] = {{ {', '.join(f'{f}: {s}' for f, s in zip(self.fields, states, strict=True))} }};",
+            "}",
+            *start,
+            *(["if (weights) untie(weights);"] if self.ties else []),
+            *(
+                [f"if (weights) for (const [from, to] of {self.fixed}) weights.fill(0, from, to);"]
+                if self.fixed
+                else []
+            ),
+            *[f"state{i}.set(now{i});" for i in range(len(program.state))],
+            "return { x, states, weights };",
+            "}",
+            "",
+        ]
 
-_GENERATE = """// Read a prompt, text or tokens, then write so many tokens; the next call goes on from there.
-function generate(prompt, length = 200, { temperature = 1, topK = 0, random = Math.random } = {}) {
-const written = [], read = typeof prompt === "string" ? encode(prompt) : prompt;
-for (let i = 0; i < read.length + length; i++) {
-const output = step(last);
-last = i < read.length ? read[i] : pick(output, temperature, topK, random);
-if (i >= read.length) written.push(last);
-}
-return typeof prompt === "string" ? decode(written, read) : written;
-}
-"""
+    def _sums(self) -> None:
+        """What a step adds to the gradients by the weights and by x."""
+        program, reverse = self.program, self.program.reverse
 
-_PICK = """// A token, drawn with a temperature (0: the likeliest) from the topK likeliest (0: all).
-export function pick(output, temperature = 1, topK = 0, random = Math.random) {
-  const places = [...output.keys()].filter((i) => i !== unknown).sort((i, j) => output[j] - output[i]);
-  if (!(temperature > 0)) return places[0];
-  const kept = topK > 0 ? places.slice(0, topK) : places;
-  const shares = kept.map((i) => Math.exp((output[i] - output[kept[0]]) / temperature));
-  let left = random() * shares.reduce((a, b) => a + b, 0);
-  for (let i = 0; i < kept.length; i++) if ((left -= shares[i]) < 0) return kept[i];
-  return kept[kept.length - 1];
-}
-"""
+        def add(g: Value, into: str) -> None:
+            self.call("outer", "one", "1", self.row(g), str(g.width), into)
 
+        read = [0] * (len(program.x) + program.counts)  # how much of what a token names stands in its gradient so far
+        for (leaf, table), gradient in zip(program.inputs, reverse.inputs, strict=True):
+            if gradient is not None and not program.is_count(leaf):
+                add(gradient, f"x{leaf}, {read[leaf]}")
+            read[leaf] += 0 if table is None else table.shape[1]
+        for v in [*(g for _, g in reverse.rows), *(v for p in reverse.products for v in (p.left, p.right))]:
+            self.row(v)  # made before the brace, for those after it
+        self.lines.append("if (weights) {")
+        for i, g in reverse.rows:
+            add(g, f"weights, {self.offsets[i]}")
+        for p in reverse.products:
+            left, right, at = self.row(p.left), self.row(p.right), f"weights, {self.offsets[p.matrix]}"
+            if p.rows is None:
+                self.call("outer", left, str(p.left.width), right, str(p.right.width), at)
+            else:
+                each = p.right.width // p.left.width
+                self.call("rows_back", left, str(p.left.width), right, str(each), at, str(p.rows))
+        for i, ((leaf, table), gradient) in enumerate(zip(program.inputs, reverse.inputs, strict=True)):
+            if gradient is not None and table is not None:
+                token = f"read[t][{leaf}]" if len(program.x) > 1 else "read[t]"
+                add(gradient, f"weights, {self.table_at(i)} + {token} * {gradient.width}")
+        self.lines.append("}")
 
-# White space in Python
-_SPACE = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+    def _read_width(self, k: int) -> int:
+        """How many numbers leaf k of x is to the step: of a token, all that it names."""
+        tables = [table.shape[1] for leaf, table in self.program.inputs if leaf == k and table is not None]
+        return sum(tables) or self.program.x[k].size
 
+    def _row(self) -> list[str]:
+        """A function that gives what a token names, where a step reads one token."""
+        if [bool(leaf.tokens) for leaf in self.program.x] != [True]:
+            return []
+        tables = [(self.table_at(i), table.shape[1]) for i, (_, table) in enumerate(self.program.inputs)
+                  if table is not None]  # fmt: skip
+        rows = [f"...w.subarray({at} + token * {n}, {at} + (token + 1) * {n})" for at, n in tables]
+        head = ["// The numbers that a token stands for.", "function row(token) {"]
+        return [*head, f"return Float32Array.of({', '.join(rows)});", "}", ""]
 
-def _reading(texts: Texts) -> str:
-    """The functions that read and write text."""
-    tokens = json.dumps([base64.b64encode(token).decode() for token in texts.tokens])
-    unspaced = re.sub(r"\\U000([0-9a-f]{5})", r"\\u{\1}", UNSPACED.encode("unicode_escape").decode())
-    word = f"/[{unspaced}]|[^{_SPACE}{unspaced}]+/gu" if texts.unspaced else f"/[^{_SPACE}]+/gu"
-    encode = _ENCODE[texts.unit].replace("WORD", word).replace("UNSPACED", unspaced)
-    encode = encode.replace("APART", "true" if texts.unspaced else "false")
-    return f"""{_PICK}
-const unknown = {"null" if texts.unknown is None else texts.unknown};
-const utf8 = new TextDecoder("utf-8", {{ ignoreBOM: true }});
-const bytesOf = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-const tokenBytes = {tokens}.map(bytesOf);
-const texts = tokenBytes.map((bytes) => utf8.decode(bytes));
+    # ---- what is inside
 
-// The text of each token
-export {{ texts }};
+    @property
+    def operations(self) -> list[Value]:
+        """What a step computes, arguments first; a part of a row counts as the row."""
+        return [v for v in self.program.forward.order if not v.is_leaf and v.op != "slice"]
 
-{encode}"""
+    def _graph(self) -> str:
+        """The operations as data: what each is called, how wide it is, and what it reads.
 
+        `state` names the leaves of the state; `after` says which operation gives each of them, or what it stays, and
+        `gives` the same of the outputs. `sources` is what each of `after`, then of `gives`, depends on without another
+        state of the same step between.
+        """
+        labels = Labels(self.program)
+        place = {v: i for i, v in enumerate(self.operations)}
 
-_CHARACTERS = """const numbers = new Map(texts.map((text, i) => [text, i]));
-export function encode(text) {
-  return [...text].map((c) => {
-    check(numbers.get(c) > 0, `the model has never seen ${JSON.stringify(c)}`);
-    return numbers.get(c);
-  });
-}
-export function decode(tokens) {
-  return tokens.map((i) => texts[i]).join("");
-}
-"""
-_BYTES = """export function decode(tokens) {
-  const bytes = tokens.flatMap((i) => [...tokenBytes[i]]);
-  return utf8.decode(Uint8Array.from(bytes));
-}
-"""
-_ENCODE = {
-    "character": _CHARACTERS,
-    "byte": "export function encode(text) {\n  return [...new TextEncoder().encode(text)];\n}\n" + _BYTES,
-    "subword": """export function encode() {
-  throw new Error("subwords are made by a program of their own: give the prompt as tokens");
-}
-"""
-    + _BYTES,
-    "word": """\
-const numbers = new Map(texts.map((text, i) => [text, i]).slice(2)).set("<unk>", 0).set("<eos>", 1);
-const alone = /^[UNSPACED]/u;
-// What stands between white space, as Python has it; a line that is over ends in a token of its own
-export function encode(text) {
-  const lines = text.split("\\n").map((line) => [...line.matchAll(WORD)].map((word) => numbers.get(word[0]) ?? 0));
-  return lines.flatMap((line, i) => (i < lines.length - 1 ? [...line, 1] : line));
-}
-function tight(a, b) {
-  const lone = [a, b].map((word) => APART && alone.test(word));
-  return lone.includes(true) && [a, b].every((word, i) => lone[i] || !/[\\p{L}\\p{N}]/u.test(word));
-}
-export function decode(tokens, before = []) {
-  let last = before.length ? texts[before[before.length - 1]] : "\\n";
-  return tokens.map((i) => {
-    const word = texts[i], space = last === "\\n" || word === "\\n" || tight(last, word) ? "" : " ";
-    last = word;
-    return space + word;
-  }).join("");
-}
-""",
-}
+        def name(v: Value) -> int | str | None:
+            v = self.root(v)
+            return place.get(v, f"{v.op}{v.index}" if v.op in ("state", "input") else None)
+
+        rows: list[dict[str, Any]] = [
+            {
+                "label": labels.of(v),
+                "width": v.width,
+                "reads": [*dict.fromkeys(n for n in map(name, v.args) if n is not None)],
+            }
+            for v in self.operations
+        ]
+        emitted = self.program.loop.emitted
+        after, gives = ([name(emitted[k]) for k in which] for which in (self.program.after, self.program.gives))
+
+        def sources(root: int | str | None) -> list[int | str]:
+            if not isinstance(root, int):
+                return [] if root is None else [root]
+            found: dict[int | str, None] = {}
+            todo, seen = list(rows[root]["reads"]), {root}
+            while todo:
+                read = todo.pop(0)
+                if isinstance(read, str) or read in after:
+                    found[read] = None
+                elif read not in seen:
+                    seen.add(read)
+                    todo += rows[read]["reads"]
+            return [*found]
+
+        reached = [*map(sources, after), *([root] if root in after else sources(root) for root in gives)]
+        return json.dumps(
+            {"operations": rows, "state": labels.states(), "after": after, "gives": gives, "sources": reached}
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from loopfold.exporting.program import Leaf, StepProgram
+from loopfold.exporting.program import Leaf, Schedule, StepProgram
 from loopfold.exporting.texts import Texts
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, Kind
@@ -44,34 +44,43 @@ class Writer(ABC):
 
     def __init__(self, program: StepProgram, texts: Texts | None) -> None:
         self.program, self.texts = program, texts
-        self.number = {v: i for i, v in enumerate(program.order)}
+        self.number: dict[Value, int] = {}
         self.offsets: list[int] = []  # of each of the program's weights in one array
         self.size = 0
         for tensor in program.weights():
             self.offsets.append(self.size)
             self.size += tensor.numel()
         self.lines: list[str] = []
+        self.stored = set[Value]()
         self._numbers: set[str] = set()
         self.indices: list[tuple[str, tuple[int, ...]]] = []  # what is put elsewhere, and where it stood
-        kinds = ["token" if leaf.tokens else "x" for leaf in program.x]
+        kinds = ["token" if leaf.tokens else "x" for leaf in program.x if not leaf.still]
         self.names = kinds if len(kinds) < 2 else [f"{kind}{i}" for i, kind in enumerate(kinds)]
+        self.names += [leaf.name for leaf in program.x if leaf.still]
         self.fields = field_names(program.state)
-        self._write()
-        rows = [self._given(k, value) for k, value in enumerate(program.emitted)]
-        self.body = self.lines
+        self.body = self._written(self.forward())
+        rows = [self._given(f"given{k}", value) for k, value in enumerate(program.loop.emitted)]
         self.gives = [rows[k] for k in program.gives]
-        self.moves = {i: rows[k] for i, k in enumerate(program.after) if not self._stays(i, program.emitted[k])}
+        self.moves = {i: rows[k] for i, k in enumerate(program.after) if not self._stays(i, program.loop.emitted[k])}
 
-    def _given(self, k: int, v: Value) -> str:
-        """The row of emitted value `k`; of what is part of the old state or of x, a copy: these are written over."""
-        row, root = self.row(v), v
-        while root.op == "slice":
-            root = root.args[0]
-        if root.op not in ("state", "input"):
+    def forward(self) -> Schedule:
+        """What the step computes."""
+        return self.program.forward
+
+    def _given(self, name: str, v: Value) -> str:
+        """The row of what a step gives; where it is part of what is written over by the next, a copy."""
+        row = self.row(v)
+        if self.root(v).op not in ("state", "input", "carry", "incoming"):
             return row
-        self.declare(f"given{k}", v.width)
-        self.copy(row, v.width, f"given{k}", 0)
-        return f"given{k}"
+        self.declare(name, v.width)
+        self.copy(row, v.width, name, 0)
+        return name
+
+    def root(self, v: Value) -> Value:
+        """The row of which a value is a part."""
+        while v.op == "slice":
+            v = v.args[0]
+        return v
 
     def _stays(self, leaf: int, v: Value) -> bool:
         return v.op == "state" and v.index == leaf
@@ -86,12 +95,17 @@ class Writer(ABC):
         tables = [j for j, (_, table) in enumerate(self.program.inputs) if table is not None]
         return self.offsets[len(self.program.constants) + tables.index(i)]
 
-    def _write(self) -> None:
-        for phase in self.program.phases:
+    def _written(self, schedule: Schedule) -> list[str]:
+        """The lines that compute what a schedule says; what is written later goes to the end of them."""
+        self.lines, self.stored = [], schedule.stored
+        for v in schedule.order:
+            self.number.setdefault(v, len(self.number))
+        for phase in schedule.phases:
             for v in phase.rows:
                 self._whole_row(v)
             for width, values in phase.loops.items():
                 self._loop(width, values)
+        return self.lines
 
     # ---- what is not a loop over features
 
@@ -103,8 +117,9 @@ class Writer(ABC):
         self.declare(name, v.width)
         if v.op == "matmul":
             i, transposed = v.index
-            assert not transposed  # which only a way back is
-            self.call("product", self.row(a), self.weight(self.offsets[i]), str(a.width), str(v.width), name)
+            sizes = (v.width, a.width) if transposed else (a.width, v.width)  # of the matrix
+            function = "product_back" if transposed else "product"
+            self.call(function, self.row(a), self.weight(self.offsets[i]), *map(str, sizes), name)
         elif v.op == "row":
             i, k = v.index
             each = v.width // a.width
@@ -137,7 +152,7 @@ class Writer(ABC):
 
     def _loop(self, width: int, values: list[Value]) -> None:
         for v in values:
-            if v in self.program.stored:
+            if v in self.stored:
                 self.declare(f"v{self.number[v]}", width)
         self.lines.append(self.loop_of("i", width))
         here = set(values)
@@ -147,7 +162,7 @@ class Writer(ABC):
             index = self.literal(v.index) if isinstance(v.index, int | float) else ""
             what = self.expression(v.op).format(*arguments, index=index)
             self.lines.append(f"{self.truth if v.is_bool else self.constant} {name} = {self.rounded(v, what)};")
-            if v in self.program.stored:
+            if v in self.stored:
                 self.lines.append(f"v{self.number[v]}[i] = {name};")
         self.lines.append("}")
 
@@ -169,10 +184,8 @@ class Writer(ABC):
             return name
         if v.op == "constant":
             return self.constant_row(v.index, v.width)
-        if v.op == "input":
-            return f"input{v.index}"
-        if v.op == "state":
-            return f"state{v.index}"
+        if v.op in ("input", "state", "carry", "incoming"):
+            return f"{v.op}{v.index}"
         assert v.op != "context"
         return f"v{self.number[v]}"
 

@@ -69,7 +69,7 @@ _KNOWN = {
     "maximum": Aten(truth=Truth.AS_NUMBERS),
     "minimum": Aten(truth=Truth.AS_NUMBERS),
     "where": Aten(truth=Truth.AS_NUMBERS, choices=True),
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), Aten(choices=True)),
+    **{op: Aten(sign, choices=True) for op, sign in zip(("eq", "ne", "lt", "le", "gt", "ge"), "=≠<≤>≥", strict=True)},
     "lerp": Aten(numbers=(2,)),
     "clamp": Aten(numbers=(1, 2), choices=True),
     "clamp_min": Aten(numbers=(1,)),

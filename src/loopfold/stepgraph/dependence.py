@@ -2,7 +2,7 @@
 
 import torch
 
-from loopfold.stepgraph.aten import MOVING
+from loopfold.stepgraph.aten import MOVING, aten
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, batch_at, features, needed_for
 from loopfold.stepgraph.moves import size_of, sources_of
 from loopfold.stepgraph.ops import ROUNDED
@@ -42,11 +42,52 @@ def dependence_in_a_step(graph: StepGraph) -> dict[Node, str]:
     return found
 
 
+# Of what moves numbers: what reads one tensor and gives one
+PLACED = (
+    *("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose"),
+    *("slice", "select", "clone", "alias"),
+)
+
+
 def table_of(graph: StepGraph, node: Node) -> Node | None:
     """The table of parameters of which `node` is the rows that x names, as an embedding has it."""
     if node.op != "embedding" or node.args[1] not in graph.x or node.args[0] not in graph.parameters.values():
         return None
     return node.args[0]
+
+
+def made_of(graph: StepGraph, depends: dict[Node, str], learned: frozenset[Node]) -> set[Node]:
+    """What is computed once from `learned` parameters, and can as well be computed at every step.
+
+    That is what works number by number, or along given dimensions, and is read in such ways alone: a matrix that rows
+    are multiplied with is no value of a loop.
+    """
+    found, reads, of_learned = set[Node](), dict[Node, list[Node]](), set(learned)
+    for node in graph.operations:
+        if of_learned & {*node.inputs()}:
+            of_learned.add(node)
+        for n in node.inputs():
+            reads.setdefault(n, []).append(node)
+    for node in reversed(graph.operations):
+        fits = depends[node] == "once" and node in of_learned and node.dtype == graph.state[0].dtype
+        if fits and _is_small_work(node) and all(_is_beside(node, n, n in found) for n in reads.get(node, ())):
+            found.add(node)
+    return found
+
+
+def _is_small_work(node: Node) -> bool:
+    along = aten(node.op).dimension
+    if node.op not in RULES:
+        return False
+    if along is not None:
+        return len(node.args) > along and node.args[along] not in (None, ())
+    return is_pointwise(node) or node.op in PLACED or node.op == "detach"
+
+
+def _is_beside(node: Node, reader: Node, inside: bool) -> bool:
+    """Whether what reads a node takes it as a row."""
+    bias = reader.op == "addmm" and node is reader.args[0] and node not in reader.args[1:3]
+    return inside or bias or (batch_at(reader.shape) is not None and is_pointwise(reader))
 
 
 def grown(graph: StepGraph, depends: dict[Node, str]) -> set[Node]:

@@ -24,12 +24,14 @@ import torch
 
 from loopfold.stepgraph.aten import Truth, aten, no_kernel
 from loopfold.stepgraph.dependence import (
+    PLACED,
     closer_to_the_state,
     dependence,
     dependence_in_a_step,
     grown,
     is_floating,
     loop_dtype,
+    made_of,
 )
 from loopfold.stepgraph.graph import (
     BATCH,
@@ -43,13 +45,14 @@ from loopfold.stepgraph.graph import (
     sizes_of,
 )
 from loopfold.stepgraph.loop import Builder, Value, ordered
-from loopfold.stepgraph.moves import broadcast, cut_of, size_of
+from loopfold.stepgraph.moves import broadcast, cut_of, places_in, size_of
 from loopfold.stepgraph.ops import ROUNDED
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
 from loopfold.stepgraph.rules import OWN, RULES
 from loopfold.stepgraph.rules.choices import exact_up_to
 from loopfold.stepgraph.split import Loop
+from loopfold.stepgraph.sums import Sums
 from loopfold.surroundings import INDICES
 
 FEW_ROWS = 1024  # of a table: a product with each of them, once, takes less time than one at every step
@@ -63,20 +66,21 @@ def hoist(graph: StepGraph) -> Loop:
         return _Hoist(graph).split(closer=False)
 
 
-def whole_step(graph: StepGraph) -> Loop:
+def whole_step(graph: StepGraph, learned: frozenset[Node] = frozenset()) -> Loop:
     """All of a step as the loop, for steps that are taken one at a time; or say why that cannot be done.
 
     What depends on x alone and what no later step reads are in it too. Outside is only what is the same at every step,
-    and the rows of tables that tokens stand for.
+    and the rows of tables that tokens stand for. What is computed from `learned` parameters alone is inside as far as
+    the loop has a kernel for it, so that the reverse step gives gradients by these parameters themselves.
     """
-    return _Hoist(graph, whole=True).split(closer=False)
+    return _Hoist(graph, True, learned).split(closer=False)
 
 
 class _Hoist:
-    def __init__(self, graph: StepGraph, whole: bool = False) -> None:
+    def __init__(self, graph: StepGraph, whole: bool = False, learned: frozenset[Node] = frozenset()) -> None:
         self.graph = graph
         self.whole = whole
-        self.builder = Builder() if whole else _Sums(self)
+        self.builder = Builder() if whole else Sums(self)
         self.constants: list[Recipe] = []
         self.lengths: list[int] = []
         self.inputs: list[Recipe] = []
@@ -87,12 +91,14 @@ class _Hoist:
         self.bounds: dict[Value, tuple[int, int]] = {}  # of whole numbers, where they are known
         self.depends = dependence_in_a_step(graph) if whole else dependence(graph)
         self.grown = set[Node]() if whole else grown(graph, self.depends)
+        self.inside = made_of(graph, self.depends, learned)
+        self.depends |= dict.fromkeys(self.inside, "state")
         self.dtype = loop_dtype(graph, self.depends)
 
     def split(self, closer: bool) -> Loop:
         graph = self.graph
         for node in graph.operations:
-            if self.depends[node] != "once" and not node.is_draw:
+            if self.depends[node] != "once" and not node.is_draw and node not in self.inside:
                 check_rowwise(node)
         everything = set(needed_for([*graph.outputs, *graph.results], set()))
         carried = tuple(i for i, leaf in enumerate(graph.state) if leaf in everything)
@@ -224,6 +230,8 @@ class _Hoist:
         return self._computed(node)
 
     def _computed(self, node: Node) -> Any:
+        if node in self.inside and node.op in PLACED:
+            return self.builder.take(self._flat(node.args[0]), places_in(node))
         rule = RULES.get(node.op)
         if rule is None:
             raise Refusal(no_kernel(node.op))
@@ -235,6 +243,8 @@ class _Hoist:
         if is_pointwise(node):
             pairs = zip(node.args, arguments, strict=True)
             arguments = [self._beside(a, v, node) if isinstance(a, Node) else v for a, v in pairs]
+        if node in self.inside:  # where rules need not reckon with what is not a value of the loop
+            arguments = [self._flat(v) if isinstance(v, Node) else v for v in arguments]
         if node.dtype == torch.bool and known.truth is not Truth.SAME and not (own is not None and own.truth):
             if known.truth is Truth.UNKNOWN:
                 raise Refusal(f"aten.{node.op} of truth values has no kernel.")
@@ -311,6 +321,11 @@ class _Hoist:
         self._check_dtype(a)
         width, dtype = a.shape[-1] if a.shape else 1, self.dtype
         return self.constant(Recipe(lambda t: t.reshape(-1).to(dtype).contiguous(), (a,)), width, ("row", a))
+
+    def _flat(self, a: Node) -> Value:
+        """What is the same for all sequences as one row, whatever its shape."""
+        v = self.argument(a)
+        return self.row(v if isinstance(v, Value) else self.broadcast(a, v, a.shape))
 
     def _check_dtype(self, node: Node) -> None:
         """As torch has it, one number, and whole numbers, take on the dtype of the rows that they meet; no others."""
@@ -395,51 +410,8 @@ class _Hoist:
         return self.leaf_of[key]
 
 
-class _Sums(Builder):
-    """A builder that collects, in every sum, the terms that do not need the state, and adds them up before the loop."""
-
-    def __init__(self, hoist: _Hoist) -> None:
-        super().__init__()
-        self.hoist = hoist
-
-    def make(self, op: str, *args: Value, width: int | None = None, index: Any = None) -> Value:
-        if op == "add":
-            terms = [t for a in args for t in _terms(a)]
-            free = [t for t in terms if t.op in ("input", "constant")]
-            sized = max((t.width for t in free), default=1)
-            if len(free) > 1 and any(t.op == "input" for t in free) and all(t.width in (1, sized) for t in free):
-                rest = [t for t in terms if t not in free]
-                return self.total([*rest, self._sum(free)]) if rest else self._sum(free)
-        return super().make(op, *args, width=width, index=index)
-
-    def _sum(self, terms: list[Value]) -> Value:
-        recipes = [(self.hoist.inputs if t.op == "input" else self.hoist.constants)[t.index] for t in terms]
-        width = max(t.width for t in terms)
-        recipe = _product_and_row(terms, recipes, self.hoist.dtype) or Recipe(
-            lambda *parts: sum(parts[1:], parts[0]), tuple(recipes)
-        )
-        return self.hoist.input(recipe, width, tuple(terms))
-
-
-def _product_and_row(terms: list[Value], recipes: list[Recipe], dtype: torch.dtype | None) -> Recipe | None:
-    """`x @ U + b` as one operation, which spares a pass over the whole sequence."""
-    if sorted(t.op for t in terms) != ["constant", "input"] or terms[0].width != terms[1].width:
-        return None
-    row, product = recipes if terms[0].op == "constant" else recipes[::-1]
-    node = product.parts[0]
-    if not isinstance(node, Node) or node.op != "mm" or node.shape[0] != BATCH or node.dtype != dtype:
-        return None
-    if getattr(row.parts[0], "op", "") == "number":
-        return None
-    return Recipe(torch.addmm, (row, *node.args))
-
-
 def _is_whole(node: Node) -> bool:
     return node.dtype is not None and node.dtype != torch.bool and not node.dtype.is_floating_point
-
-
-def _terms(v: Value) -> list[Value]:
-    return [t for a in v.args for t in _terms(a)] if v.op == "add" else [v]
 
 
 def _constant(v: Value) -> int:

@@ -62,6 +62,12 @@ def broadcast(shape: tuple[Any, ...], to: tuple[Any, ...]) -> Positions:
     return tuple(rows_first(one.expand(sizes_of(to)), to)[0].tolist())
 
 
+def places_in(node: Node) -> Positions:
+    """Where the numbers of what moves a tensor without a batch stand in that tensor."""
+    (source,) = node.inputs()
+    return tuple(apply(node, {source: torch.arange(size_of(source.shape)).view(source.shape)}, 1).flatten().tolist())
+
+
 def sources_of(node: Node) -> list[Node]:
     """What a moving operation reads that belongs to a sequence."""
     return list(dict.fromkeys(n for n in node.inputs() if batch_at(n.shape) is not None))

@@ -4,6 +4,7 @@ A step may update tensors that it has made itself, through views too. Each tenso
 now: after `z[:, :3] = v` the tensor z stands for `cat([v, z[:, 3:]])`, and a view of z is taken again when it is read.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -54,8 +55,15 @@ def _in_order(like: Tensor) -> bool:
 class Recorder(TorchDispatchMode):
     """Writes down every operation. Values are known by the identity of their tensor."""
 
-    def __init__(self, fakes: dict[int, Tensor], gradients: bool, own: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        fakes: dict[int, Tensor],
+        gradients: bool,
+        own: Iterable[Tensor] = (),
+        called: dict[str, str] | None = None,
+    ) -> None:
         super().__init__()
+        self.called = called  # to be filled: the variable of the step's own that holds each node, if that is wanted
         self.own = {id(fakes[id(t)]): t for t in own}  # the module's tensors, by those that stand for them
         self.fakes, self.gradients = fakes, gradients
         self.nodes: list[Node] = []
@@ -78,8 +86,22 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.called is not None:
+            self._read_names(self.called)
         with torch._C._DisableAutocast():  # its casts are written down by now, and the recorder's own need none
             return self._dispatched(func, stood(self.fakes, args), stood(self.fakes, kwargs or {}))
+
+    def _read_names(self, called: dict[str, str]) -> None:
+        """Look at the variables of the functions that are running: those of the step, outermost first, not torch's."""
+        frames, frame = [], sys._getframe(2)
+        while frame is not None and frame.f_code.co_name != "take_step":
+            frames.append(frame)
+            frame = frame.f_back  # type: ignore[assignment]
+        for frame in reversed(frames):
+            if not frame.f_globals.get("__name__", "").startswith(("torch.", "loopfold.stepgraph.")):
+                for name, value in frame.f_locals.items():
+                    if isinstance(value, Tensor) and id(value) in self.known:
+                        called.setdefault(self.known[id(value)][0].name, name)
 
     def _dispatched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim":  # a question about a tensor, such as its device

@@ -58,9 +58,11 @@ def step_graph(f: Step, x0: State | None = None, state: State | None = None, con
         raise ValueError(f"{name_of(f)} cannot be traced: {reason}") from reason
 
 
-def trace(f: Step, x0: State | None, state: State, context: State | None = None) -> StepGraph:
+def trace(
+    f: Step, x0: State | None, state: State, context: State | None = None, called: dict[str, str] | None = None
+) -> StepGraph:
     """The graph of a step: what comes out is a state again, which the next step can read."""
-    graph = trace_map(f, x0, state, context)
+    graph = trace_map(f, x0, state, context, called)
     if [o.shape for o in graph.outputs] != [s.shape for s in graph.state]:
         raise Refusal("it returns a state of another structure or size than it was given.")
     for result in graph.results:
@@ -77,15 +79,18 @@ def retrace(f: Step, x0: State | None, state: State, context: State | None = Non
     return merge(_record(f, given, first), _record(f, given, second), first, second)
 
 
-def trace_map(f: Step, x0: State | None, state: State, context: State | None = None) -> StepGraph:
+def trace_map(
+    f: Step, x0: State | None, state: State, context: State | None = None, called: dict[str, str] | None = None
+) -> StepGraph:
     """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size.
 
-    What comes out may be of another size than what goes in, as it is for an output layer.
+    What comes out may be of another size than what goes in, as it is for an output layer. `called`, if given, is
+    filled with what the step itself calls its values: the name of a node → that of the variable that held it first.
     """
     _check_traceable(f)
     given = Given(state, x0, context)
     first, second = _batch_sizes(f, given)
-    one = _record(f, given, first)
+    one = _record(f, given, first, called)
     graph = merge(one, _record(f, given, second), first, second)
     try:
         merge(one, _record(f, given, 1), first, 1)
@@ -204,7 +209,7 @@ class _Stand(TorchFunctionMode):
         return func(*stood(self.fakes, args), **stood(self.fakes, kwargs or {}))
 
 
-def _record(f: Step, given: Given, batch: int) -> StepGraph:
+def _record(f: Step, given: Given, batch: int, called: dict[str, str] | None = None) -> StepGraph:
     """The graph of one call of `f`. Gradients are on, so that torch.no_grad() inside the step is seen."""
     names, iterators, remembers = habits(f)
     if "is_inference_mode_enabled" in names:
@@ -220,10 +225,10 @@ def _record(f: Step, given: Given, batch: int) -> StepGraph:
             raise Refusal(f"it fails: {error}") from None
     gradients = torch.is_grad_enabled() if "is_grad_enabled" in names else True
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # in that mode layers are not taken apart
-        return _recorded(f, given, batch, gradients)
+        return _recorded(f, given, batch, gradients, called)
 
 
-def _recorded(f: Step, given: Given, batch: int, gradients: bool) -> StepGraph:
+def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[str, str] | None) -> StepGraph:
     fake = FakeTensorMode()
 
     def blank(like: Tensor, *shape: int) -> Tensor:
@@ -236,7 +241,7 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool) -> StepGraph:
         for part in (*given, given.number(f))
     ]
     fakes = {id(t): blank(t, *t.shape) for t in own.values()}
-    recorder = Recorder(fakes, gradients, own.values())
+    recorder = Recorder(fakes, gradients, own.values(), called)
     state_names = _state_names(f, state)
     state_nodes = tuple(recorder.leaf("state", k, leaf) for k, leaf in zip(state_names, leaves(state), strict=True))
     x_nodes = tuple(recorder.leaf("x", k, leaf) for k, leaf in (*_named("x", x), *_named("t", t)))
