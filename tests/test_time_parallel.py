@@ -211,11 +211,21 @@ def test_a_stretch_that_is_remembered_is_found_at_its_seams() -> None:
     cell, x = Fickle(), randn(6000, 2, 1)
     x[2000:3000] = 101.0  # between the places that are measured
     engine = lf.TimeParallel(chunk=100)
-    with pytest.warns(lf.EngineWarning, match="does not forget soon enough"):
+    theirs = everything(cell, x, lf.Sequential())
+    with (
+        pytest.warns(lf.EngineWarning, match="run in sequence from step 2,.00 on: it does not forget soon enough"),
+        pytest.warns(
+            lf.EngineWarning, match="gradients of Fickle before step 2,100 were computed by a run in sequence"
+        ),
+    ):
         ours = everything(cell, x, engine)
-    torch.testing.assert_close(ours, everything(cell, x, lf.Auto()), rtol=0, atol=0)
-    assert not found(engine).agreed
-    assert "apart" in found(engine).why
+    assert max(errors(ours, theirs).values()) <= EXACT
+    report = found(engine)
+    assert not report.agreed
+    assert "apart" in report.why
+    assert report.in_sequence_from == 100 * report.chunks  # the stretch, but for a chunk or two that were certain
+    assert 2100 <= report.in_sequence_from < 2500
+    assert report.backward_in_sequence_to == 2100
     x[2100:] = randn(3900, 2, 1)  # one chunk of it is no hindrance
     ours, theirs = (everything(cell, x, e) for e in (engine, lf.Auto()))
     assert max(errors(ours, theirs).values()) <= EXACT
@@ -280,9 +290,10 @@ class Straight(nn.Module):
 def test_gradients_that_do_not_come_to_an_end_are_those_of_a_run_in_sequence() -> None:
     cell, x = Straight(), 0.1 * randn(500, 2, 1)
     engine = lf.TimeParallel(chunk=100)
-    with pytest.warns(lf.EngineWarning, match="gradients of Straight were computed by a run in sequence"):
+    with pytest.warns(lf.EngineWarning, match="gradients of Straight before step 300 were computed by a run"):
         ours = everything(cell, x, engine)
     assert (found(engine).agreed, found(engine).backward_agreed) == (True, False)
+    assert (found(engine).in_sequence_from, found(engine).backward_in_sequence_to) == (None, 300)
     theirs = everything(cell, x, lf.Sequential())
     assert {k: e for k, e in errors(ours, theirs).items() if not e <= EXACT} == {}
 
@@ -511,6 +522,9 @@ def test_explain_says_what_to_expect() -> None:
     assert "10 chunks of 500 steps side by side; about 1.06 sweeps each way\n" in text
     assert "\n  inside it FusedCPU, because its loop is native code.\n" in text
     assert re.search(r"forwards about [\d.]+ times as fast as in sequence", text)
-    text = lf.Recurrent(Integrator(), lf.TimeParallel()).explain(x, torch.zeros(1, 3, dtype=torch.float64))
-    assert "in sequence, since two states would not be one after 625 steps." in text
+    remembering, start = lf.Recurrent(Integrator(), lf.TimeParallel()), torch.zeros(1, 3, dtype=torch.float64)
+    assert "in sequence, since two states would not be one after 250 steps." in remembering.explain(x[:2000], start)
+    text = remembering.explain(x, start)
+    assert "it remembers; worth a try is whether each number of its state is kept by itself\n" in text
+    assert "40 chunks of 128 steps side by side; about 5 sweeps each way\n" in text
     assert "TimeParallel refuses, because" in lf.Recurrent(Noisy(), lf.TimeParallel()).explain(x, torch.zeros(1, 3))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from loopfold.casts import with_casts
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
-from loopfold.engines.chunks import MOST, Chunks, Piece, Seams
+from loopfold.engines.chunks import MOST, Chunks, Piece, Seams, times
 from loopfold.engines.kernel import each, held, once, partial_gradients
 from loopfold.engines.selfcheck import come_many
-from loopfold.states import all_leaves, leaves, name_of
+from loopfold.states import State, all_leaves, leaves, name_of
 from loopfold.surroundings import fingerprint
 
 
@@ -27,6 +27,7 @@ class Work:
     tolerance: float
     seams: Seams
     marks: "Marks"  # of the step, as it was
+    slopes: State | None = None  # of the chunks, where they remember
 
 
 class Marks:
@@ -76,8 +77,7 @@ class WayBack(torch.autograd.Function):
         ]
 
         def back(*arriving: Tensor | None) -> list[Tensor | None]:
-            found = _backwards(work, graphs, arriving)
-            return found if found is not None else _in_sequence(work, tensors, arriving)
+            return _backwards(work, graphs, tensors, arriving)
 
         with torch.no_grad():
             results = each(back, incoming) if come_many(incoming) else back(*incoming)
@@ -121,8 +121,10 @@ class _Graph:
         return incoming
 
 
-def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The gradients of the tensors of the recurrence and of the module, or None where they do not come to an end."""
+def _backwards(
+    work: Work, graphs: list[_Graph], tensors: list[Tensor], incoming: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of the tensors of the recurrence and of the module."""
     chunks, seams, states = work.chunks, work.seams, len(leaves(work.recurrence.state))
     inside = torch.arange(chunks.size, device=chunks.lengths.device)[:, None] < chunks.lengths
 
@@ -136,8 +138,9 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
     totals: list[list[Tensor | None]] = [[None] * (len(g.tensors) + len(g.parameters)) for g in graphs]
     scales: list[Any] = [0.0] * states
     arriving: list[Tensor | None] = [None] * states
+    slopes = [None] * states if work.slopes is None else leaves(work.slopes)
     sizes: list[float] = []
-    seams.backward_sweeps = 0.0
+    seams.backward_sweeps, seams.backward_in_sequence_to = 0.0, None
     for turn in range(MOST * len(graphs)):
         p = -1 - turn % len(graphs)
         begin, steps = chunks.pieces[p]
@@ -147,25 +150,43 @@ def _backwards(work: Work, graphs: list[_Graph], incoming: Sequence[Tensor | Non
         found = graphs[p].back(graphs[p].with_ends(given, arriving))
         totals[p] = [a if b is None else b if a is None else a + b for a, b in zip(totals[p], found, strict=True)]
         seams.backward_sweeps += steps / chunks.size
-        starts = [
-            None if g is None else g.reshape(chunks.count, chunks.batch, -1).abs().amax(0) for g in found[:states]
-        ]  # [batch, numbers of a state]
         scales = [
-            s if g is None else torch.maximum(g, torch.as_tensor(s).to(g)) for s, g in zip(scales, starts, strict=True)
-        ]
-        shares = [g / torch.where(s == 0, 1, s) for g, s in zip(starts, scales, strict=True) if g is not None]
-        sizes.append(float(torch.stack([share.max() for share in shares]).max()) if shares else 0.0)  # or NaN
-        first = turn < len(graphs) - 1
-        if not first and sizes[-1] <= work.tolerance:
+            s if g is None else torch.maximum(_by_number(chunks, g).amax(0), torch.as_tensor(s).to(g))
+            for s, g in zip(scales, found, strict=False)
+        ]  # [batch, numbers of a state]
+        left = found[:states]
+        at_seams = p == -len(graphs)
+        if at_seams:  # from the start of a chunk to the end of the one before it, less what was carried there before
+            known = zip(left, arriving, slopes, strict=True)
+            left = [g if g is None or d is None or a is None else g - times(a, d) for g, d, a in known]
+            left = [None if g is None else chunks.before(g) for g in left]
+            carried = zip(left, slopes, strict=True)
+            arriving = [g if g is None or a is None else chunks.predicted_back(g, a) for g, a in carried]
+        else:
+            arriving = left
+        shares = [
+            (_by_number(chunks, g) / torch.where(s == 0, 1, s)).flatten(1).amax(1)
+            for g, s in zip(arriving, scales, strict=True)
+            if g is not None
+        ]  # of each chunk; or NaN
+        share = torch.stack([s.to(shares[0]) for s in shares]).amax(0) if shares else torch.zeros(1)
+        sizes.append(float(share.max()))
+        if turn >= len(graphs) - 1 and sizes[-1] <= work.tolerance:
             seams.backward_agreed, seams.backward_defect = True, sizes[-1]
             return _gathered(work, totals)
-        if turn >= 2 * len(graphs) - 1 and not sizes[-1] < sizes[-1 - len(graphs)] / 2:
+        if at_seams and turn >= 2 * len(graphs) - 1 and not sizes[-1] < sizes[-1 - len(graphs)] / 2:
             break
-        arriving = found[:states]
-        if p == -len(graphs):  # from the start of a chunk to the end of the one before it
-            arriving = [None if g is None else chunks.before(g) for g in arriving]
     seams.backward_agreed = False
-    return None
+    last = int((~(share <= work.tolerance)).nonzero()[-1, 0]) + 1  # chunks to whose ends more than nothing arrives
+    seams.backward_in_sequence_to = last * chunks.size
+    more = _in_sequence(work, tensors, left, last * chunks.size)
+    found = _gathered(work, totals)
+    return [a if b is None else b if a is None else a + b for a, b in zip(found, more, strict=True)]
+
+
+def _by_number(chunks: Chunks, g: Tensor) -> Tensor:
+    """`[chunks, batch, numbers of a state]`: how large each number is at the seam of each chunk."""
+    return g.reshape(chunks.count, chunks.batch, -1).abs()
 
 
 def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | None]:
@@ -189,21 +210,35 @@ def _gathered(work: Work, totals: list[list[Tensor | None]]) -> list[Tensor | No
     return found
 
 
-def _in_sequence(work: Work, tensors: list[Tensor], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same gradients from a run in sequence, for steps whose gradients are not forgotten."""
-    recurrence, count = work.recurrence, len(work.recurrence.tensors)
+def _in_sequence(work: Work, tensors: list[Tensor], left: list[Tensor | None], steps: int) -> list[Tensor | None]:
+    """What the first `steps` steps, run in sequence, give of what is left at the ends of their chunks.
+
+    For steps whose gradients are not forgotten. Gradients are linear, so it is what the sum so far lacks.
+    """
+    recurrence, chunks, count = work.recurrence, work.chunks, len(work.recurrence.tensors)
     if Marks(recurrence.f) != work.marks:
         raise RuntimeError(
             f"{name_of(recurrence.f)} was changed between its run and its gradients, which need another run. Change "
             f"it after backward(), or use engine=lf.Auto()."
         )
     warnings.warn(
-        f"The gradients of {name_of(recurrence.f)} were computed by a run in sequence: they do not fade soon enough "
-        f"for lf.TimeParallel().",
+        f"The gradients of {name_of(recurrence.f)} before step {steps:,} were computed by a run in sequence: they do "
+        f"not fade soon enough for lf.TimeParallel().",
         EngineWarning,
         stacklevel=2,
     )
     own = [t.detach().requires_grad_(t.requires_grad) for t in tensors[:count]]
     with torch.enable_grad(), with_casts((), own[0].device):
-        out = leaves(work.inner.run(replace(recurrence.on(own), memo={})))
+        whole = replace(recurrence.on(own), memo={})
+        out = leaves(work.inner.run(whole.part(0, steps, whole.state)))
+    incoming: list[Tensor | None] = [None] * (len(out) - len(left))
+    for row, g in zip(out[len(incoming) :], left, strict=True):
+        if g is not None:
+            arriving = torch.zeros_like(row)
+            arriving[chunks.size - 1 :: chunks.size] = g[: steps // chunks.size * chunks.batch].view(
+                -1, chunks.batch, *g.shape[1:]
+            )
+            incoming.append(arriving)
+        else:
+            incoming.append(None)
     return _Graph(own, out, tensors[count:]).back(incoming)

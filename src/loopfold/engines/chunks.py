@@ -33,14 +33,16 @@ class Seams:
     carried on, as a share of the largest one of the same number there. Both are None where they were not measured.
     """
 
-    agreed: bool = False  # whether the chunks were run side by side, and agreed; if not, it was run in sequence
-    why: str = ""  # it was not
-    chunks: int = 1
+    agreed: bool = False  # whether all chunks were run side by side, and agreed
+    why: str = ""  # they did not
+    in_sequence_from: int | None = None  # the step, counted from 0, from which on it was run in sequence, if it was
+    chunks: int = 1  # side by side
     chunk: int = 0  # steps of one
     forgets: int | None = None  # steps after which two states are one, as measured beforehand
     sweeps: float = 0.0
     defect: float | None = None
     backward_agreed: bool | None = None  # None: no gradient has come back yet
+    backward_in_sequence_to: int | None = None  # the step up to which they did not, and came from a run in sequence
     backward_sweeps: float = 0.0
     backward_defect: float | None = None
 
@@ -83,6 +85,43 @@ class Piece:
     sizes: State  # [rows, …], the largest that each number of the state was at any of these steps
 
 
+def slopes_between(old: State, starts: State, old_ends: State, ends: State, slopes: State, sizes: State) -> State:
+    """How far the end of each chunk moves with its start, number by number: the secant through two sweeps.
+
+    A number that is kept, added to or faded out by itself has a slope from 0 to 1, as the cells of an LSTM have; one
+    that is mixed with others has none, and counts as forgotten. What has hardly moved keeps its slope.
+    """
+
+    def of(s0: Tensor, s1: Tensor, e0: Tensor, e1: Tensor, slope: Tensor, size: Tensor) -> Tensor:
+        if not s0.is_floating_point():
+            return slope
+        moved = s1 - s0
+        new = (e1 - e0) / torch.where(moved == 0, 1, moved)
+        new = torch.where((new >= 0) & (new <= 1.1), new.clamp(max=1), 0)  # 1 is rounded to more, too
+        return torch.where(moved.abs() > torch.finfo(s0.dtype).eps ** 0.5 * size, new, slope)
+
+    return map_state(of, old, starts, old_ends, ends, slopes, sizes)
+
+
+def carried_on(given: Tensor, slope: Tensor, batch: int) -> Tensor:
+    """`y(k) = given(k) + slope(k) y(k-1)`, for chunks of `batch` rows: in log₂ of their number of operations.
+
+    >>> carried_on(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([9.0, 2.0, 3.0, 4.0]), 1)
+    tensor([ 1.,  2.,  6., 25.])
+    """
+    y, rows = given, batch
+    while rows < len(y):
+        y = torch.cat([y[:rows], y[rows:] + times(slope[rows:], y[:-rows])])
+        slope = torch.cat([slope[:rows], slope[rows:] * slope[:-rows]])
+        rows *= 2
+    return y
+
+
+def times(slope: Tensor, other: Tensor) -> Tensor:
+    """What is left of something; nothing of what is forgotten, even if it is no number."""
+    return torch.where(slope == 0, 0, slope * other)
+
+
 class Chunks:
     """A recurrence cut into chunks of `size` steps; what is read is laid out once.
 
@@ -105,6 +144,11 @@ class Chunks:
         self.x = None if recurrence.x is None else map_state(self.fold, recurrence.x)
         self.index = None if recurrence.index is None else self.fold(recurrence.index)
         self.context = None if recurrence.context is None else map_state(self.repeated, recurrence.context)
+
+    def first(self, count: int) -> "Chunks":
+        """The first of the chunks alone."""
+        start = self.recurrence.part(0, min(count * self.size, self.recurrence.steps), self.recurrence.state)
+        return Chunks(start, self.inner, self.size, self.pieces[-1][1])
 
     # ---- the layout
 
@@ -199,16 +243,43 @@ class Chunks:
         """What comes to the end of each chunk, where this comes to the start of the next one; nothing to the last."""
         return torch.cat([starts[self.batch :], torch.zeros_like(starts[: self.batch])])
 
-    def defects(self, starts: State, ends: State, *sizes: State) -> Tensor:
-        """`[rows]`: how far each chunk starts from where the one before it ends; 0 for dead ones.
+    def predicted(self, starts: State, ends: State, slopes: State) -> State:
+        """The start of each chunk, where the end of a chunk moves `slopes` times as far as its start, number by number.
 
-        Each number is measured by the largest that it was in its sequence, of which `sizes` are those of the chunks:
-        by another's it could not be seen, and by its own at this seam it may be nothing but rounding.
+        start(k+1) = end(k) + slope(k) moved(k), where moved(k) = start(k) − the start of k before
         """
 
-        def of_sequence(*parts: Tensor) -> Tensor:
-            whole = torch.stack(parts).view(len(parts), self.count, self.batch, *parts[0].shape[1:])
-            return self.repeated(whole.amax((0, 1)))
+        def of(start: Tensor, slope: Tensor, after: Tensor) -> Tensor:
+            if not start.is_floating_point():
+                return after
+            slope = torch.cat([torch.zeros_like(slope[: self.batch]), slope[: -self.batch]])
+            moved = carried_on(after - start, slope, self.batch)
+            return after + times(slope, torch.cat([torch.zeros_like(moved[: self.batch]), moved[: -self.batch]]))
 
-        apart = distance(starts, self.after(ends), map_state(of_sequence, *sizes))
+        return map_state(of, starts, slopes, self.after(ends))
+
+    def predicted_back(self, arriving: Tensor, slope: Tensor) -> Tensor:
+        """The same for gradients: what arrives at the end of a chunk, with what of it goes on to those before it."""
+        slope = self.before(slope)
+        back = arriving.unflatten(0, (self.count, -1)).flip(0), slope.unflatten(0, (self.count, -1)).flip(0)
+        on = carried_on(back[0].flatten(0, 1), back[1].flatten(0, 1), self.batch)
+        return on.unflatten(0, (self.count, -1)).flip(0).flatten(0, 1)
+
+    def agreeing(self, defects: Tensor, tolerance: float) -> int:
+        """How many chunks, from the first on, start where the one before them ends."""
+        return int((defects <= tolerance).view(self.count, self.batch).all(1).long().cumprod(0).sum())
+
+    def defects(self, starts: State, following: State, *sizes: State) -> Tensor:
+        """`[rows]`: how far each chunk starts from where it should, `following`; 0 for dead ones.
+
+        Each number is measured by the largest that it was in the two chunks that meet, of which `sizes` are those of
+        all chunks: by another's it could not be seen, by one long ago it could be anything, and by its own at this
+        seam it may be nothing but rounding.
+        """
+
+        def nearby(*parts: Tensor) -> Tensor:
+            own = torch.stack(parts).amax(0)
+            return torch.maximum(own, torch.cat([own[: self.batch], own[: -self.batch]]))
+
+        apart = distance(starts, following, map_state(nearby, *sizes))
         return torch.where(self.lengths > 0, apart, 0)

@@ -231,7 +231,7 @@ def _run_parts(
     many, which = rows, None
     xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in recurrence.sequences]
     tokens = len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point()
-    if tokens and not (loop.outside or loop.draws or captures(start[0])):
+    if tokens and not (loop.outside or loop.draws or start[0].is_cuda):  # a GPU would have to say how many kinds
         xs[0], which = xs[0].unique(return_inverse=True)  # tokens: each kind is computed on once
         many = len(xs[0])
     values |= zip(graph.x, xs, strict=True)

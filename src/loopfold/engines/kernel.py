@@ -17,7 +17,7 @@ from loopfold.casts import with_casts
 from loopfold.engines.base import Engine
 from loopfold.engines.programs import Program
 from loopfold.engines.selfcheck import come_many
-from loopfold.stepgraph.differentiate import Reverse
+from loopfold.stepgraph.differentiate import Product, Reverse
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, ROUNDED
 from loopfold.stepgraph.split import Loop
@@ -227,10 +227,11 @@ def _collect(
         if product.rows is not None:
             add(product.matrix, _rows_added(constants[product.matrix], parts))
             continue
+        half = _half(product)
         if constants[product.matrix].stride(0) == 1:  # W.T of the user's W: the gradient in the layout of W
-            add(product.matrix, _product([(r, l) for l, r in parts]).T)
+            add(product.matrix, _product([(r, l) for l, r in parts], half).T)
         else:
-            add(product.matrix, _product(parts))
+            add(product.matrix, _product(parts, half))
     for (i, _), g in zip(reverse.rows, found.rows, strict=True):
         add(i, g.sum_to_size(constants[i].shape))
     by_input = [None if g is None else stored[g] for g in reverse.inputs]
@@ -257,10 +258,23 @@ def _rows(v: Value, loop: Loop, saved: Saved, sequences: dict[Value, Tensor]) ->
     return [sequences[v].flatten(0, 1)]
 
 
-def _product(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Σ leftᵀ right over the parts."""
+def _half(product: Product) -> torch.dtype | None:
+    """The dtype to which both sides of a product have been rounded, if there is one."""
+
+    def rounded(v: Value, op: str) -> bool:
+        return v.op == op or (v.op in ("cat", "slice") and all(rounded(a, op) for a in v.args))
+
+    both = (product.left, product.right)
+    return next((dtype for dtype, op in ROUNDED.items() if all(rounded(v, op) for v in both)), None)
+
+
+def _product(parts: list[tuple[Tensor, Tensor]], half: torch.dtype | None) -> Tensor:
+    """Σ leftᵀ right over the parts; in that dtype nothing is lost, and a GPU multiplies faster."""
     left, right = parts[-1]
-    total = left.T @ right
+    if half is not None and left.is_cuda and left.dtype == torch.float32:
+        total = torch.mm(left.to(half).T, right.to(half), out_dtype=torch.float32)
+    else:
+        total = left.T @ right
     for left, right in parts[:-1]:
         total.addmm_(left.T, right)
     return total

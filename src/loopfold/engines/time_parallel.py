@@ -1,12 +1,11 @@
 """TimeParallel: chunks of time side by side, from guessed states, until each begins where the one before it ends."""
 
-import math
 import threading
 import time
 import warnings
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +13,20 @@ from torch import Tensor
 from loopfold.engines.adjoint import Marks, WayBack, Work
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
-from loopfold.engines.chunks import MOST, Chunks, Seams, distance, largest
+from loopfold.engines.chunks import MOST, Chunks, Seams, slopes_between
 from loopfold.engines.compiled import compiled_refusal, parameters_of
+from loopfold.engines.forgetting import PLACES, forgets
 from loopfold.engines.programs import program_of
-from loopfold.states import State, detached, leaves, map_state, name_of, parted, rebuild, whole_number
+from loopfold.engines.sequential import where_alive
+from loopfold.states import State, alive, detached, leaves, map_state, name_of, parted, rebuild, whole_number
 
 ROUNDINGS = 32  # two states that have met still differ by a few of them, since each step rounds again
-PLACES = 4  # of a sequence, at which it is measured how fast a state is forgotten
-FIRST = 64  # steps of that measurement, before it is known whether more are needed
 SHORTEST = 32  # a tail
-TIMED = 256  # steps of a run that tells how fast a longer one is
+TIMED = 512  # steps of a run that tells how fast a longer one is
 TAILS = 4  # a chunk is so many tails long, unless its size is given
+MANY = 128  # chunks, of a network that remembers
+FEWEST = 16  # of them, since such a network takes more sweeps
+EXPECTED = 5  # of these sweeps, of LSTMs that were trained on text
 TOO_FEW = "there are too few steps for two chunks."
 
 _last = threading.local()
@@ -37,15 +39,17 @@ class TimeParallel(Engine):
     For one or a few long sequences, of a network that forgets: first it is measured at a few places after how many
     steps two different states have become one. The start of each chunk is then found by reading only so many steps
     before it, and all chunks are run. Where one does not start where the one before it has ended, it is run again from
-    there, until none moves by more than `tolerance`. Gradients go back in the same way.
+    there, until none moves by more than `tolerance`. Gradients go back in the same way. Of a network that remembers,
+    two sweeps tell how each number of the state is kept from one seam to the next, as the cells of an LSTM are; where
+    that holds, a few more sweeps are enough.
 
-    The value is always right: a step that does not forget, or not soon enough, is run in sequence by `inner`, and an
-    `EngineWarning` says so. `report` tells what the last run in this thread found. Agrees with `Sequential` as `inner`
-    does, but for seams that differ by up to `tolerance`.
+    From the first chunk on that does not come to agree, `inner` runs the steps in sequence, and an `EngineWarning` says
+    so. `report` tells what the last run in this thread found. Agrees with `Sequential` as `inner` does, but for seams
+    that differ by up to `tolerance`.
 
-    `chunk`      steps of a chunk; by default four times as many as the measurement says that are remembered
-    `tolerance`  how far a seam may move, each number of the state as a share of its own largest value; by default 32
-                 roundings, which is 4e-6 in float32 and 7e-15 in float64
+    `chunk`      steps of a chunk; by default four times as many as are remembered, by the measurement
+    `tolerance`  how far a seam may move, each number of the state as a share of the largest that it is in the two
+                 chunks that meet there; by default 32 roundings, which is 4e-6 in float32 and 7e-15 in float64
 
     >>> from loopfold import Elman, unfold
     >>> engine = TimeParallel(chunk=64)
@@ -91,13 +95,17 @@ class TimeParallel(Engine):
         known = {key: found for key, found in getattr(_last, "reports", {}).items() if found[0]() is not None}
         _last.reports = known | {id(self): (weakref.ref(self), seams)}  # an engine need not be hashable
         out = None
-        plan = self._plan(recurrence, seams)
-        if plan is not None:
-            out = self._side_by_side(recurrence, Chunks(_detached(recurrence), self.inner, *plan), seams)
-        if out is not None:
-            return out
+        for plan in self._plans(recurrence, seams):
+            seams.chunk, seams.chunks = plan.size, -(-recurrence.steps // plan.size)
+            out = self._side_by_side(recurrence, plan, seams)
+            if seams.agreed:
+                seams.why = ""
+                return out
+        seams.in_sequence_from = 0 if out is None else len(leaves(out)[0])
         if seams.why != TOO_FEW:
-            _tell(recurrence)
+            _tell(recurrence, seams.in_sequence_from)
+        if out is not None:
+            return _finished(self.inner, recurrence, out)
         seams.chunks, seams.chunk = 1, recurrence.steps
         return self.inner.run(recurrence)
 
@@ -106,61 +114,90 @@ class TimeParallel(Engine):
 
     def around(self, recurrence: Recurrence) -> tuple[list[str], Engine, Recurrence]:
         """How time would be cut, and what to expect of it, from runs of a few steps."""
+        lines, _, part = self.expected(recurrence)
+        return lines, self.inner, part
+
+    def expected(self, recurrence: Recurrence) -> tuple[list[str], float, Recurrence]:
+        """What to expect, in words; how many times as fast it should be, forwards; and a part that is run at a time."""
         seams = Seams()
-        plan = self._plan(recurrence, seams)
-        if plan is None:
-            return [f"  in sequence, since {seams.why}"], self.inner, recurrence
-        whole = _detached(recurrence)
-        (size, tail), chunks = plan, Chunks(whole, self.inner, *plan)
+        plans = self._plans(recurrence, seams)
+        if not plans:
+            return [f"  in sequence, since {seams.why}"], 1.0, recurrence
+        whole, (size, tail, remembers) = _detached(recurrence), plans[0]
+        chunks = Chunks(whole, self.inner, size, tail)
         part = chunks.part(0, min(size, TIMED), chunks.start)
+        words = f"two states were one after {seams.forgets} steps, at {PLACES} places that were tried"
         sweeps = 1 + tail / size if tail < size else 2 + -(-(seams.forgets or 0) // size)
-        gain = _seconds(self.inner, whole.part(0, part.steps, whole.state)) * recurrence.steps
-        gain /= _seconds(self.inner, part) * sweeps * size
+        if remembers:
+            words, sweeps = "it remembers; worth a try is whether each number of its state is kept by itself", EXPECTED
+        begin = time.perf_counter()
+        self._plans(recurrence, seams)
+        looked = time.perf_counter() - begin
+        gain = _Line.of(self.inner, whole.part(0, part.steps, whole.state)).seconds(recurrence.steps, 1)
+        gain /= _Line.of(self.inner, part).seconds(sweeps * size, 1 + sweeps) + looked
         lines = [
-            f"  two states were one after {seams.forgets} steps, at {PLACES} places that were tried",
-            f"  {seams.chunks} chunks of {size} steps side by side; about {sweeps:.3g} sweeps each way",
+            f"  {words}",
+            f"  {chunks.count} chunks of {size} steps side by side; about {sweeps:.3g} sweeps each way",
             f"  forwards about {gain:.2g} times as fast as in sequence{', so it does not pay here' * (gain <= 1)}",
         ]
-        return lines, self.inner, part
+        return lines, gain, part
 
     def _tolerance(self, recurrence: Recurrence) -> float:
         dtypes = [leaf.dtype for leaf in leaves(recurrence.state) if leaf.is_floating_point()]
         return self.tolerance or ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes)
 
-    def _plan(self, recurrence: Recurrence, seams: Seams) -> tuple[int, int] | None:
-        """How many steps a chunk has, and its tail; None where there is nothing to gain."""
+    def _plans(self, recurrence: Recurrence, seams: Seams) -> list["_Plan"]:
+        """How to cut time: what to try first, and what after it; nothing where there is nothing to gain.
+
+        A network that remembers gets chunks too, where they are many: it may keep each number of its state by itself.
+        So does one on a GPU that forgets late, where their sweeps one after the other are far fewer steps.
+        """
         longest = recurrence.steps if recurrence.lengths is None else int(recurrence.lengths.max())
         if longest < 2 * (self.chunk or TAILS * SHORTEST):
             seams.why = TOO_FEW
-            return None
+            return []
         most = longest // (2 * TAILS) if self.chunk is None else min(longest // 2, MOST * self.chunk)
-        seams.forgets = _forgets(_detached(recurrence), self.inner, most, self._tolerance(recurrence))
+        seams.forgets = forgets(_detached(recurrence), self.inner, most, self._tolerance(recurrence))
+        size = self.chunk or max(TAILS * SHORTEST, -(-longest // MANY))
+        remembering = [_Plan(size, size, True)] if longest >= FEWEST * size else []
         if seams.forgets is None:
             seams.why = f"two states would not be one after {most} steps."
-            return None
+            return remembering
         tail = max(SHORTEST, 1 << (3 * seams.forgets // 2).bit_length())
         size = self.chunk or min(TAILS * tail, longest // 2)
-        seams.chunk, seams.chunks = size, -(-recurrence.steps // size)
-        return size, min(tail, size)
+        forgetting = _Plan(size, min(tail, size), False)
+        late = _waits_for_steps(leaves(recurrence.state)[0].device)
+        return [*(plan for plan in remembering if late and size > 2 * EXPECTED * plan.size), forgetting]
 
-    def _side_by_side(self, recurrence: Recurrence, chunks: Chunks, seams: Seams) -> State | None:
-        """All states, or None where the chunks do not come to agree."""
-        tolerance = self._tolerance(recurrence)
+    def _side_by_side(self, recurrence: Recurrence, plan: "_Plan", seams: Seams) -> State | None:
+        """The states of all chunks that come to agree, from the first on; None where these are fewer than two."""
+        size, tail, remembers = plan
+        chunks, tolerance = Chunks(_detached(recurrence), self.inner, size, tail), self._tolerance(recurrence)
         parameters = _parameters(recurrence)
-        tensors = [*recurrence.tensors, *parameters]
-        record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        tail = chunks.pieces[-1][1]
-        starts = chunks.after(chunks.to_end(chunks.size - tail, chunks.start).ends)
-        seams.sweeps += tail / chunks.size
-        settled = tail < chunks.size  # else more than one sweep is to be expected, and none of them is kept
+        record = torch.is_grad_enabled() and any(t.requires_grad for t in (*recurrence.tensors, *parameters))
+        starts, slopes = chunks.start, None
+        if remembers:
+            slopes = map_state(torch.zeros_like, chunks.start)
+        else:
+            starts = chunks.after(chunks.to_end(size - tail, chunks.start).ends)
+            seams.sweeps += tail / size
+        settled = tail < size  # else more than one sweep is to be expected, and none of them is kept
         for _ in range(MOST):
-            if not settled and (starts := _settle(chunks, starts, tolerance, seams)) is None:
-                return None
+            if not settled:
+                starts, slopes, count = _settle(chunks, starts, slopes, tolerance, seams)
+                if count < 2:
+                    return None
+                if count < chunks.count:
+                    chunks, seams.chunks = chunks.first(count), count
+                    starts = map_state(lambda leaf, rows=chunks.rows: leaf[:rows], starts)
+                    if slopes is not None:
+                        slopes = map_state(lambda leaf, rows=chunks.rows: leaf[:rows], slopes)
             with torch.set_grad_enabled(record):
                 pieces = chunks.run(starts, [t.requires_grad for t in recurrence.tensors] if record else None)
-            seams.sweeps += 1
+            seams.sweeps += chunks.count / -(-recurrence.steps // size)
             ends = detached(pieces[-1].ends)
-            seams.defect = float(chunks.defects(starts, ends, *(piece.sizes for piece in pieces)).max())
+            defects = chunks.defects(starts, chunks.after(ends), *(piece.sizes for piece in pieces))
+            seams.defect = float(defects.max())
             if seams.defect <= tolerance:
                 break
             starts, settled = chunks.after(ends), False
@@ -172,19 +209,112 @@ class TimeParallel(Engine):
         if reason is not None:
             seams.why = f"it is not known any more to be the same at every step: {reason}"
             return None
-        seams.agreed = True
+        seams.agreed = chunks.recurrence.steps == recurrence.steps
         whole = [chunks.unfold(parts) for parts in zip(*(leaves(detached(p.out)) for p in pieces), strict=True)]
         if record:
-            work = Work(self.inner, recurrence, chunks, tolerance, seams, Marks(recurrence.f))
-            whole = list(WayBack.apply(work, whole, pieces, *tensors))
+            done = recurrence.part(0, chunks.recurrence.steps, recurrence.state)
+            work = Work(self.inner, done, chunks, tolerance, seams, Marks(recurrence.f), slopes)
+            whole = list(WayBack.apply(work, whole, pieces, *done.tensors, *parameters))
         return rebuild(pieces[0].out, whole)
+
+
+def _finished(inner: Engine, recurrence: Recurrence, out: State) -> State:
+    """All steps, where `out` has the first of them: the others in sequence."""
+    done = len(leaves(out)[0])
+    state = map_state(lambda leaf: leaf[-1], parted(out, recurrence.state)[1])
+    if recurrence.lengths is not None:  # as in Sequential, a sequence that has ended starts again, out of sight
+        running = recurrence.alive(done)
+        state = map_state(lambda leaf, first: where_alive(running, leaf, first), state, recurrence.state)
+    rest = inner.run(recurrence.part(done, recurrence.steps - done, state))
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        whole = torch.cat([a, b])
+        if recurrence.lengths is None:
+            return whole
+        return torch.where(alive(whole, recurrence.lengths), whole, False if whole.dtype == torch.bool else 0)
+
+    return map_state(joined, out, rest)
+
+
+def _settle(
+    chunks: Chunks, starts: State, slopes: State | None, tolerance: float, seams: Seams
+) -> tuple[State, State | None, int]:
+    """Starts from which every chunk ends where the next one starts, and how many chunks, from the first on, do so.
+
+    A sweep runs the chunks whose start has moved. Each must bring the seams nearer to each other, by half at least.
+    With `slopes`, which are learnt from the second sweep on, it runs all of them, and a seam is as far apart as its
+    start would still move, with all those before it; the first may be far from right, so they have more time.
+    """
+    ends, sizes = chunks.start, chunks.start
+    rows: Tensor | None = None
+    count, old, apart = 0, None, [torch.inf]
+    patience, most = (1, MOST) if slopes is None else (3, max(MOST, min(2 * MOST, chunks.count // 4)))
+    for _ in range(most):
+        given = starts if rows is None else map_state(lambda leaf, rows=rows: leaf[rows], starts)
+        new = chunks.to_end(0, given, rows)
+        ends, sizes = (
+            n if rows is None else map_state(lambda o, n, rows=rows: o.index_copy(0, rows, n), o, n)
+            for o, n in ((ends, new.ends), (sizes, new.sizes))
+        )
+        seams.sweeps += 1 if rows is None else len(rows) / chunks.rows
+        following = chunks.after(ends)
+        defects = chunks.defects(starts, following, sizes)
+        if slopes is not None:
+            if old is not None:
+                slopes = slopes_between(old[0], starts, old[1], ends, slopes, sizes)
+            following, old = chunks.predicted(starts, ends, slopes), (starts, ends)
+            defects = torch.maximum(defects, chunks.defects(starts, following, sizes))
+        seams.defect, count = float(defects.max()), chunks.agreeing(defects, tolerance)
+        if count == chunks.count:
+            return starts, slopes, count
+        apart.append(seams.defect)
+        earlier = apart[-1 - patience] if slopes is None or len(apart) > patience + 2 else torch.inf
+        if not apart[-1] < earlier / 2:
+            seams.why = f"a sweep left its seams {apart[-1]:.1e} apart, after {apart[-2]:.1e} before it."
+            return starts, slopes, count
+        if slopes is None:
+            rows = (defects > tolerance).nonzero()[:, 0]
+            following = map_state(lambda s, f, rows=rows: s.index_copy(0, rows, f[rows]), starts, following)
+        tried = starts
+        starts = following
+    seams.why = f"after {most} sweeps the chunks did not agree."
+    return tried, slopes, count
+
+
+class _Plan(NamedTuple):
+    size: int  # steps of a chunk
+    tail: int  # how many of them find the start of the next
+    remembers: bool  # whether slopes are learnt
+
+
+def _waits_for_steps(device: torch.device) -> bool:
+    """Whether time is what one step after the other takes, and not what there is to compute."""
+    return device.type == "cuda"
+
+
+class _Line(NamedTuple):
+    """The seconds of a run, as what each call costs and what each step does."""
+
+    call: float
+    step: float
+
+    @staticmethod
+    def of(engine: Engine, recurrence: Recurrence) -> "_Line":
+        short = max(1, recurrence.steps // 4)
+        few = _seconds(engine, recurrence.part(0, short, recurrence.state))
+        many = _seconds(engine, recurrence)
+        step = max(0.0, many - few) / max(1, recurrence.steps - short) or many / recurrence.steps
+        return _Line(max(0.0, many - recurrence.steps * step), step)
+
+    def seconds(self, steps: float, calls: float) -> float:
+        return calls * self.call + steps * self.step
 
 
 def _seconds(engine: Engine, recurrence: Recurrence) -> float:
     """How long a run takes, without gradients; the first may compile something."""
     device, times = leaves(recurrence.state)[0].device, []
     with torch.no_grad():
-        for _ in range(4):
+        for _ in range(5):
             begin = time.perf_counter()
             engine.run(replace(recurrence, memo=dict(recurrence.memo)))
             if device.type == "cuda":
@@ -193,10 +323,10 @@ def _seconds(engine: Engine, recurrence: Recurrence) -> float:
     return min(times[1:])
 
 
-def _tell(recurrence: Recurrence) -> None:
+def _tell(recurrence: Recurrence, step: int) -> None:
     warnings.warn(
-        f"{name_of(recurrence.f)} was run in sequence: it does not forget soon enough for lf.TimeParallel(), whose "
-        f"report says more.",
+        f"{name_of(recurrence.f)} was run in sequence{f' from step {step:,} on' if step else ''}: it does not forget "
+        f"soon enough for lf.TimeParallel(), whose report says more.",
         EngineWarning,
         stacklevel=3,
     )
@@ -210,111 +340,3 @@ def _parameters(recurrence: Recurrence) -> list[Tensor]:
     """The tensors of the module that the step reads and that a gradient goes to, each once."""
     read = parameters_of(recurrence, program_of(recurrence))
     return list({id(t): t for t in read if t.requires_grad}.values())
-
-
-# ------------------------------------------------------------------ how fast a state is forgotten
-
-
-def _forgets(recurrence: Recurrence, inner: Engine, most: int, tolerance: float) -> int | None:
-    """After how many steps two different states are one, at any of a few places of the longest sequences.
-
-    None if not after `most` steps. One starts from state(0), the other from random numbers added to it, so that all
-    directions have a share; each of the size that this number of the state has in a first run of a few steps.
-    """
-    chance = torch.Generator().manual_seed(0)
-    longest: Any = slice(None)
-    end = recurrence.steps
-    if recurrence.lengths is not None:
-        end = int(recurrence.lengths.max())
-        longest = (recurrence.lengths == end).to(leaves(recurrence.state)[0].device)
-    begins = [place * (end - most) // (PLACES - 1) for place in range(PLACES)]
-
-    def run(state: State, copies: int, done: int, steps: int) -> State:
-        """The states of some steps at all places, `copies` times side by side."""
-
-        def there(leaf: Tensor) -> Tensor:
-            return torch.cat([leaf[begin + done : begin + done + steps, longest] for begin in begins * copies], 1)
-
-        def everywhere(leaf: Tensor) -> Tensor:
-            return torch.cat([leaf[longest]] * copies * PLACES)
-
-        part = replace(
-            recurrence,
-            x=None if recurrence.x is None else map_state(there, recurrence.x),
-            index=None if recurrence.index is None else there(recurrence.index),
-            steps=steps,
-            state=state,
-            context=None if recurrence.context is None else map_state(everywhere, recurrence.context),
-            lengths=None,
-            memo=dict(recurrence.memo),
-        )
-        with torch.no_grad():
-            return parted(inner.run(part), state)[1]
-
-    def size(leaf: Tensor) -> Tensor:
-        """`[sequences, …]`: the largest that each number was, at any place and step."""
-        return largest(leaf.unflatten(1, (PLACES, -1)), (0, 1))
-
-    def apart(leaf: Tensor, own: Tensor) -> Tensor:
-        noise = torch.randn((2 * PLACES, *leaf.shape), generator=chance, dtype=torch.float64)
-        noise[:PLACES] = 0
-        noise *= torch.maximum(own, largest(leaf[None], 0)).cpu().double().clamp(min=1)  # what is 0 is tried too
-        return (leaf + noise.to(leaf)).flatten(0, 1)
-
-    def for_all(own: Tensor) -> Tensor:
-        return torch.where(own == 0, 1, own).expand(steps, PLACES, *own.shape).flatten(0, 2)
-
-    done, steps = 0, min(FIRST, most)
-    first = map_state(lambda leaf: leaf[longest], recurrence.state)
-    sizes = map_state(size, run(map_state(lambda leaf: torch.cat([leaf] * PLACES), first), 1, done, steps))
-    state = map_state(apart, first, sizes)
-    begin = _apart(state)
-    while True:
-        states = run(state, 2, done, steps)
-        one, other = (map_state(lambda leaf, i=i: leaf.chunk(2, 1)[i].flatten(0, 1), states) for i in range(2))
-        sizes = map_state(lambda s, leaf: torch.maximum(s, size(leaf.chunk(2, 1)[0])), sizes, states)
-        met = (distance(one, other, map_state(for_all, sizes)) <= tolerance).view(steps, -1).all(1)  # [steps]
-        last = steps - int(met.flip(0).long().cumprod(0).sum())
-        if last < steps:
-            return done + last
-        state, done = map_state(lambda leaf: leaf[-1], states), done + steps
-        share = max(b / a for a, b in zip(begin, _apart(state), strict=True) if a) if any(begin) else 0.0
-        # a state that fades at this rate takes more than twice as long: not worth another look
-        if done >= most or not 0 < share < 1 or done * math.log(tolerance) / math.log(share) > 2 * most:
-            return None
-        steps = min(3 * done, most - done)
-
-
-def _apart(pairs: State) -> list[float]:
-    """How far the two halves of a batch are apart, for each tensor of a state."""
-    halves = [leaf.double().chunk(2) for leaf in leaves(pairs)]
-    return [float((a - b).abs().max()) for a, b in halves]
-
-
-def _settle(chunks: Chunks, starts: State, tolerance: float, seams: Seams) -> State | None:
-    """Starts from which every chunk ends where the next one starts, or None where they do not come to that.
-
-    A sweep runs the chunks whose start has moved. Each must bring the seams nearer to each other, by half at least.
-    """
-    ends, sizes = chunks.start, chunks.start
-    rows: Tensor | None = None
-    before = torch.inf
-    for _ in range(MOST):
-        given = starts if rows is None else map_state(lambda leaf, rows=rows: leaf[rows], starts)
-        new = chunks.to_end(0, given, rows)
-        ends, sizes = (
-            n if rows is None else map_state(lambda o, n, rows=rows: o.index_copy(0, rows, n), o, n)
-            for o, n in ((ends, new.ends), (sizes, new.sizes))
-        )
-        seams.sweeps += 1 if rows is None else len(rows) / chunks.rows
-        defects = chunks.defects(starts, ends, sizes)
-        seams.defect = float(defects.max())
-        if seams.defect <= tolerance:
-            return starts
-        if not seams.defect < before / 2:
-            seams.why = f"a sweep left its seams {seams.defect:.1e} apart, after {before:.1e} before it."
-            return None
-        before, rows = seams.defect, (defects > tolerance).nonzero()[:, 0]
-        starts = map_state(lambda s, a, rows=rows: s.index_copy(0, rows, a[rows]), starts, chunks.after(ends))
-    seams.why = f"after {MOST} sweeps the chunks did not agree."
-    return None
