@@ -68,7 +68,7 @@ ENTRIES = [
     Entry(
         "long",
         "A thousand steps",
-        "Long sequences are elided in the middle.",
+        "Of more than twelve steps, the first three and the last two are shown; `columns=20` shows up to twenty.",
         "lf.draw(model, steps=1000)",
     ),
     Entry(
@@ -80,7 +80,9 @@ ENTRIES = [
     Entry(
         "lstm-operations",
         "LSTM, every operation",
-        "The step graph itself. `@` is a product with the parameter on its edge, ⊙ a product number by number.",
+        "The step graph itself. `@` is a product with the parameter on its edge, ⊙ a product number by number. i, f, g "
+        "and o are what the cell calls its gates. A state that passes through sums and products alone, as c does, is a "
+        "straight line.",
         "lf.draw(lf.LSTM(3, 5), level=lf.Level.OPERATIONS)",
     ),
     Entry(
@@ -98,7 +100,8 @@ ENTRIES = [
     Entry(
         "own-cell",
         "A cell of your own",
-        "Names are yours; the edges follow from what the code computes.",
+        "Names are yours: of parameters, of the state, of the input and of what the step computes on its way. The "
+        "edges follow from what the code computes, and 1 - α is not α.",
         """
         class Leaky(lf.Transition):
             def __init__(self, n_in, n):
@@ -117,8 +120,8 @@ ENTRIES = [
     Entry(
         "one-output",
         "One output at the end",
-        "Book Fig. 10.5.",
-        "lf.draw(lf.SequenceToOne(lf.GRU(3, 5), outputs=4), steps=4)",
+        "Book Fig. 10.5. In the circuit, (τ) marks what is there after the last step alone.",
+        "one = lf.SequenceToOne(lf.GRU(3, 5), outputs=4)\nlf.beside(lf.draw(one), lf.draw(one, steps=4))",
     ),
     Entry(
         "output-recurrence-free",
@@ -141,7 +144,8 @@ ENTRIES = [
     Entry(
         "vector-to-sequence",
         "A vector to a sequence",
-        "Book Fig. 10.9: x is read at every step, beside the output of the step before.",
+        "Book Fig. 10.9: x is read at every step, beside the output of the step before. U holds the columns for "
+        "both: the book's R and U.",
         "lf.draw(lf.VectorToSequence(lf.Elman(3 + 4, 5), outputs=4), steps=4)",
     ),
     Entry(
@@ -161,6 +165,15 @@ ENTRIES = [
         "Both ways",
         "Book Fig. 10.11: every output sees what comes before and what comes after.",
         "both = lf.Bidirectional(lf.GRU(3, 5), lf.GRU(3, 5))\nlf.draw(lf.SequenceToSequence(both, outputs=4), steps=4)",
+    ),
+    Entry(
+        "bidirectional-stacked",
+        "Both ways, in two layers",
+        "Each layer reads both directions of the one below.",
+        "def both(n_in):\n"
+        "    return lf.Bidirectional(lf.LSTM(n_in, 5), lf.LSTM(n_in, 5))\n\n\n"
+        "deep = lf.Stacked([both(3), both(5 + 5)])\n"
+        "lf.draw(lf.SequenceToSequence(deep, outputs=4), steps=3)",
     ),
     Entry(
         "stacked",

@@ -24,8 +24,8 @@ import loopfold as lf
 from loopfold.drawing.circuit import Circuit, Role, Variable
 from loopfold.drawing.draw import data_of
 from loopfold.drawing.networks import circuit
-from loopfold.drawing.paint import Scene
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
+from loopfold.drawing.scene import Scene
 from loopfold.drawing.unfolded import Moment, Unfolded
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.wiring import Pattern
@@ -482,15 +482,15 @@ def test_no_gradient_goes_back_through_a_choice() -> None:
 
 
 def test_a_parameter_has_one_colour_at_all_steps_and_its_own() -> None:
-    from loopfold.drawing.paint import _parameter_colours
+    from loopfold.drawing.scene import parameter_colours
 
     scene = unfolded_scene(Unfolded(circuit(PATTERNS["stacked"](), lf.Level.BOOK, None, None), 3), None, False)
-    colours = _parameter_colours(scene.links)
+    colours = parameter_colours(scene.links)
     used = {link.parameters for link in scene.links if link.parameters}
     assert len({colours[p] for p in used}) == len(used)
 
 
-@pytest.mark.parametrize("steps", [8, 1000])
+@pytest.mark.parametrize("steps", [13, 1000])
 def test_long_sequences_are_elided(steps: int) -> None:
     scene = unfolded_scene(Unfolded(circuit(PATTERNS["LSTM"](), lf.Level.BOOK, None, None), steps), None, False)
     shown = {key.t for key in scene.shapes if isinstance(key, Moment)}

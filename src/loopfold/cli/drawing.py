@@ -70,16 +70,27 @@ def draw(
         Path | None,
         typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot; by default NAME-circuit.svg or so."),
     ] = None,
+    columns: Annotated[
+        int, typer.Option(min=1, help="Show so many steps; of more, the first three and the last two.")
+    ] = 12,
     text: TextOption = None,
     trust: TrustOption = False,
 ) -> None:
     """The circuit of a network, or its graph unfolded over time, as a picture."""
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
+    from loopfold.drawing.figure import format_of
     from loopfold.errors import OptionError
     from loopfold.training.folder import ELSEWHERE
     from loopfold.training.stored import PACKED, RunError
 
+    if out is not None:  # before the work, not after it
+        if out.is_dir():
+            raise OptionError(f"{out} is a folder: name a file, such as {out / 'picture.svg'}.")
+        try:
+            format_of(out)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
     y: Tensor | None = None
     if gradients and steps is None:
         raise OptionError(
@@ -99,6 +110,7 @@ def draw(
             level=Level.OPERATIONS if operations else Level.BOOK,
             feeding=None if feeding is None else _feeding(feeding),
             y=y,
+            columns=columns,
         )
         parts = [Path(what).resolve().name.rpartition(":")[2].removesuffix(PACKED), pattern, feeding]
         parts += ["circuit" if steps is None else f"{steps}-steps", *(["gradients"] if gradients else [])]

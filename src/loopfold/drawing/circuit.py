@@ -4,15 +4,18 @@ Everything here is read off step graphs. The circuit can be run (see `unfolded`)
 the numbers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from loopfold.drawing.notation import operation_symbol, parameter_symbols
-from loopfold.stepgraph.aten import aten
+from loopfold.drawing.formulas import Formulas
+from loopfold.drawing.notation import parameter_symbols, subscripted, symbol
+from loopfold.stepgraph.aten import Product, aten
 from loopfold.stepgraph.graph import Node, StepGraph, apply, needed_for
 from loopfold.wiring import When
 
@@ -51,6 +54,7 @@ class Variable:
     phase: int = 0
     layer: int = 0
     backwards: bool = False
+    carries: bool = False  # an operation that adds or multiplies number by number: what comes in goes on
     initial: Callable[[int], Tensor] | None = None  # of a state: its value before the first step, for a batch
 
 
@@ -77,11 +81,15 @@ Values = Sequence[Any]  # the values of the edges into a variable, in order; Non
 
 
 class Source(NamedTuple):
-    """A variable that is read: of this step or of `lag` before; `flows`: whether gradients come back to it."""
+    """A variable that is read: of this step or of `lag` before; `flows`: whether gradients come back to it.
+
+    `part` names the part of a vector that it is, beside others: U (x, y) = U_x x + U_y y
+    """
 
     variable: Variable
     lag: int = 0
     flows: bool = True
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ class Port:
     sources: tuple[Source, ...]
     combine: Callable[[Values, int], Tensor] = lambda values, batch: values[0]
     edge: dict[str, Any] = field(default_factory=dict)  # other attributes of its edges
+    split: tuple[str, ...] = ()  # of the parameters on its edges, those that multiply what its sources are side by side
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class Circuit:
     edges: list[Edge] = field(default_factory=list)
     rules: dict[Variable, Callable[[Values, int], Any]] = field(default_factory=dict)
     symbols: dict[int, str] = field(default_factory=dict)  # of each parameter, by its identity: shared, it has one name
+    said: dict[str, str] = field(default_factory=dict)  # what other symbols stand for, as formulas
 
     def into(self, variable: Variable) -> list[Edge]:
         return [edge for edge in self.edges if edge.target is variable]
@@ -114,7 +124,13 @@ class Circuit:
     def connect(self, target: Variable, ports: Sequence[Port], rule: Callable[[list[Tensor], int], Any]) -> None:
         """Compute `target` by `rule`, from one value per port and the batch size."""
         for port in ports:
-            self.edges.extend(Edge(s.variable, target, s.lag, flows=s.flows, **port.edge) for s in port.sources)
+            for s in port.sources:
+                edge = Edge(s.variable, target, s.lag, flows=s.flows, **port.edge)
+                names = tuple(subscripted(p, s.part) if s.part and p in port.split else p for p in edge.parameters)
+                self.edges.append(replace(edge, parameters=names))
+            parts = dict.fromkeys(s.part for s in port.sources if s.part)
+            for name in port.split if parts else ():
+                self.said[name] = "[" + r"\;\,".join(subscripted(name, part) for part in parts) + "]"
 
         def compute(values: Values, batch: int) -> Any:
             parts, start = [], 0
@@ -134,11 +150,16 @@ class Circuit:
         ports: dict[Node, Port],
         results: Sequence[Variable],
         subscripts: tuple[str, ...] = (),
+        called: dict[str, str] | None = None,
     ) -> None:
-        """Draw `graph`: its leaves are `ports`, what comes out are `results`: the state, then outputs beside it."""
+        """Draw `graph`: its leaves are `ports`, what comes out are `results`: the state, then outputs beside it.
+
+        `called` is what the step names its values, by the names of their nodes.
+        """
         for name, new in parameter_symbols(graph.parameters, *subscripts).items():
             self.symbols.setdefault(id(tensors[name]), new)
-        traced = _Traced(graph, tensors, {n: self.symbols[id(tensors[name])] for name, n in graph.parameters.items()})
+        symbols = {n: self.symbols[id(tensors[name])] for name, n in graph.parameters.items()}
+        traced = _Traced(graph, tensors, symbols, called or {}, self.said)
         owners: dict[Node, Variable] = {}
         returned = [*zip((*graph.outputs, *graph.results), results, strict=True)]
         for node, result in returned:
@@ -160,8 +181,11 @@ class Circuit:
             known = {node: Port((Source(v),)) for node, v in owners.items() if node is not root} | ports
             inside = needed_for([root], set(known))
             reads = [node for node in traced.order(inside) if node in known]
-            multiplied = traced.multiplied(inside, reads)
-            labelled = [replace(known[node], edge={"parameters": multiplied[node]}) for node in reads]
+            multiplied = traced.multiplied(inside, reads, traced.parameters_of)
+            labelled = [
+                replace(known[node], edge={"parameters": (*multiplied[node],)}, split=traced.split(multiplied[node]))
+                for node in reads
+            ]
             self.connect(result, labelled, traced.rule(root, inside, reads))
 
     def _operations(
@@ -172,13 +196,25 @@ class Circuit:
         for node in traced.graph.operations:
             if node.op == "getitem" or not traced.varies[node]:
                 continue
+            returned = node in owners or any(part in owners for part in traced.parts_of(node))
+            label, carries = traced.label(node, returned), node.op in ("add", "mul")
             operation = self.add(
-                Variable(traced.label(node), Role.OPERATION, like.when, like.phase, like.layer, like.backwards)
+                Variable(label, Role.OPERATION, like.when, like.phase, like.layer, like.backwards, carries)
             )
             reads = [n for n in dict.fromkeys(node.inputs()) if traced.varies.get(n, True)]
             inside = needed_for([node], set(reads))
-            multiplied = traced.multiplied(inside, reads)
-            parts = [traced.part(made, read, parameters=multiplied[read]) for read in reads]
+            multiplied = traced.multiplied([node], reads, partial(traced.formulas.factor, node))
+            parts = [
+                traced.part(
+                    made,
+                    read,
+                    traced.argument(node) is read,
+                    traced.split(multiplied[read]),
+                    parameters=(*multiplied[read],),
+                    note=traced.formulas.beside(node, read, traced.is_read),
+                )
+                for read in reads
+            ]
             self.connect(operation, parts, traced.rule(node, inside, reads))
             made[node] = Port((Source(operation),))
         for node, result in owners.items():
@@ -196,9 +232,18 @@ def same(values: Sequence[Any], batch: int) -> Any:
 class _Traced:
     """A step graph with the values of its parameters."""
 
-    def __init__(self, graph: StepGraph, tensors: dict[str, Tensor], symbols: dict[Node, str]) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        tensors: dict[str, Tensor],
+        symbols: dict[Node, str],
+        called: dict[str, str],
+        said: dict[str, str],
+    ) -> None:
         self.graph = graph
         self.symbols = symbols
+        self.names = _own_names(graph, called)
+        self.formulas = Formulas(symbols, self.names, said)
         self.tensors = {node: tensors[name] for name, node in graph.parameters.items()}
         self.varies: dict[Node, bool] = dict.fromkeys(symbols, False)  # whether it differs from step to step
         for node in graph.operations:
@@ -223,51 +268,83 @@ class _Traced:
 
         return compute
 
-    def multiplied(self, inside: Sequence[Node], reads: Sequence[Node]) -> dict[Node, tuple[str, ...]]:
-        """The parameters that each of `reads` is multiplied with by the operations `inside`."""
+    def is_read(self, value: Any) -> bool:
+        """Whether it is another value at every step, which an edge brings."""
+        return isinstance(value, Node) and self.varies.get(value, True)
+
+    def multiplied(
+        self, inside: Sequence[Node], reads: Sequence[Node], names: Callable[[Node], list[str]]
+    ) -> dict[Node, dict[str, bool]]:
+        """What each of `reads` is multiplied with by the operations `inside`, by the `names` of each such factor.
+
+        True: it multiplies the value itself, and not what a matrix has made of it.
+        """
         kept = set(inside)
         comes_from: dict[Node, set[Node]] = {node: {node} for node in reads}
-        found: dict[Node, dict[str, None]] = {node: {} for node in reads}
+        itself = dict(comes_from)
+        found: dict[Node, dict[str, bool]] = {node: {} for node in reads}
         for node in self.graph.operations:
             if node not in kept or not self.varies[node]:
                 continue
             inputs = node.inputs()
             comes_from[node] = set().union(*(comes_from.get(n, set()) for n in inputs))
-            if factors := inputs[slice(*aten(node.op).factors)]:
-                for name in self._parameters_of([n for n in factors if not self.varies.get(n, True)]):
-                    for n in factors:
-                        for read in comes_from.get(n, set()):
-                            found[read][name] = None
-        return {node: tuple(names) for node, names in found.items()}
+            mixes = aten(node.op).product not in (None, Product.EACH)
+            itself[node] = set() if mixes else set().union(*(itself.get(n, set()) for n in inputs))
+            factors = inputs[slice(*aten(node.op).factors)]
+            for name in (name for n in factors if not self.is_read(n) for name in names(n)):
+                for n in factors:
+                    for read in comes_from.get(n, set()):
+                        found[read][name] = found[read].get(name, True) and read in itself.get(n, set())
+        return found
 
-    def _parameters_of(self, roots: list[Node]) -> list[str]:
-        return [self.symbols[node] for node in needed_for(roots, set()) if node in self.symbols]
+    def split(self, names: dict[str, bool]) -> tuple[str, ...]:
+        """The parameters that multiply a value itself: where that is several side by side, each has a part of them."""
+        return tuple(name for name, itself in names.items() if itself and name in self.symbols.values())
 
-    def part(self, made: dict[Node, Port], node: Node, **edge: Any) -> Port:
-        """Where the value of `node` comes from: an operation, or one of the results of one that has several."""
+    def parameters_of(self, root: Node) -> list[str]:
+        return [self.symbols[node] for node in needed_for([root], set()) if node in self.symbols]
+
+    def part(
+        self, made: dict[Node, Port], node: Node, argument: bool = False, split: tuple[str, ...] = (), **edge: Any
+    ) -> Port:
+        """Where the value of `node` comes from: an operation, or one of the results of one that has several.
+
+        `argument`: the box of what reads it names it already.
+        """
         if node.op != "getitem":
-            return replace(made[node], edge=edge)
+            return replace(made[node], edge=edge, split=split)
         whole, index = node.args
-        alone = sum(other.op == "getitem" and other.args[0] is whole for other in self.graph.operations) == 1
-        edge |= {"form": lambda value: value[index], "note": "" if alone else f"[{index}]"}
-        return replace(made[whole], edge=edge)
+        plain = argument or len(self.parts_of(whole)) == 1
+        name = "" if plain else f"${self.names[node]}$" if node in self.names else f"[{index}]"
+        note = " ".join(filter(None, [name, edge.pop("note", "")]))
+        edge |= {"form": lambda value: value[index], "note": note}
+        return replace(made[whole], edge=edge, split=split)
 
-    def label(self, node: Node) -> str:
-        """What stands in an operation's box: its sign, with the numbers and the parameters that it adds."""
-        sign, factors = operation_symbol(node.op), node.inputs()[slice(*aten(node.op).factors)]
-        added = [
-            f"${name}$"
-            for n in node.inputs()
-            if n not in factors and not self.varies.get(n, True)
-            for name in self._parameters_of([n])
-        ]
-        numbers = [f"{a:g}" for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
-        if node.op == "rsub" and numbers:
-            return f"{numbers[0]} {sign}"
-        if node.op == "pow" and numbers:
-            return f"$\\cdot^{{{numbers[0]}}}$"
-        if node.op in ("add", "sub", "mul", "div"):
-            return " ".join([sign, *numbers[:1], *added])
-        if node.op in ("addmm", "baddbmm"):
-            return " + ".join([sign, *added])
-        return " ".join([sign, *added])
+    def parts_of(self, whole: Node) -> list[Node]:
+        """The results that are used of an operation that has several."""
+        return [node for node in self.graph.operations if node.op == "getitem" and node.args[0] is whole]
+
+    def argument(self, node: Node) -> Node | None:
+        """The one thing that a function reads, where that is a part of something and has a name: i in σ(i)."""
+        reads = [n for n in node.inputs() if self.is_read(n)]
+        only = reads[0] if len(reads) == len(node.args) == 1 else None
+        return only if only is not None and only.op == "getitem" and only in self.names else None
+
+    def label(self, node: Node, returned: bool) -> str:
+        """What stands in an operation's box; `returned`: it stands below the variable that it makes."""
+        text = self.formulas.box(node, self.is_read)
+        if argument := self.argument(node):
+            text += f"$({self.names[argument]})$"
+        results = self.parts_of(node)
+        named = results[0] if len(results) == 1 else node  # a norm has three, of which one is used
+        return text if returned or named not in self.names else f"${self.names[named]}=$ {text}"
+
+
+def _own_names(graph: StepGraph, called: dict[str, str]) -> dict[Node, str]:
+    """What the step calls the results of its operations, where a name stands for one value alone, as mathtext."""
+    taken = Counter(called.values())
+    return {
+        node: symbol(called[node.name])
+        for node in graph.operations
+        if node.name in called and taken[called[node.name]] == 1 and called[node.name].strip("_")
+    }

@@ -9,7 +9,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
 from loopfold.drawing.networks import wiring_of
 from loopfold.drawing.paint import paint
-from loopfold.drawing.picture import circuit_scene, unfolded_scene
+from loopfold.drawing.picture import COLUMNS, circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.feeding import Feeding
 from loopfold.states import State, whole_number
@@ -26,17 +26,18 @@ def draw(
     x: State | None = None,
     y: Tensor | None = None,
     context: State | None = None,
+    columns: int = COLUMNS,
 ) -> Drawing:
     """A network as a picture: its circuit, or its graph unfolded for a number of steps.
 
     `model`      a transition, a layer, a pattern or a recurrent language model
-    `steps`      None: the circuit; else τ, one column per step, elided in the middle where there are many; two
-                 numbers for an encoder and its decoder
+    `steps`      None: the circuit; else τ, one column per step; two numbers for an encoder and its decoder
     `gradients`  the way back in place of the way forward; with `x` and `y`, edges and nodes carry the size of ∂L/∂
     `level`      `Level.BOOK`: x, h, o, L, y; `Level.OPERATIONS`: every operation of the step graph
     `feeding`    what goes back in, for networks that feed outputs back: `TeacherForcing()`, `FreeRunning()`
     `x`, `y`     inputs `[τ, batch, …]` and targets, as the model takes them
     `context`    an example of what every step reads, `[batch, …]`, for a transition that takes one; it needs x too
+    `columns`    how many steps are shown; where there are more, the first three and the last two are
 
     >>> from loopfold import Elman, SequenceToSequence
     >>> draw(SequenceToSequence(Elman(3, 5), outputs=4), steps=4)
@@ -52,6 +53,7 @@ def draw(
     for name, data in (("x", x), ("y", y)):
         if data is not None and not isinstance(data, Tensor | tuple if name == "x" else Tensor):
             raise TypeError(f"{name} must be a tensor; got a {type(data).__name__}. Type torch.as_tensor({name}).")
+    whole_number("draw", "columns", columns)
     circuit = circuit_of(model, level, feeding, x, context)
     if steps is None:
         return paint(circuit_scene(circuit))
@@ -64,8 +66,8 @@ def draw(
     if gradients and x is not None and y is None and any(v.role is Role.TARGET for v in circuit.variables):
         raise ValueError("the size of gradients needs both: give the targets y=… beside the inputs x=….")
     if y is None or isinstance(x, tuple):
-        return paint(unfolded_scene(unfolded, None, gradients))
-    return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients))
+        return paint(unfolded_scene(unfolded, None, gradients, columns))
+    return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients, columns))
 
 
 def sizes(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> Gradients:

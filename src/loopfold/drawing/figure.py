@@ -22,12 +22,14 @@ COLOURS = {
     "paper": ("#fffffe", "#15181d"),
     "muted": ("#68707c", "#9aa4b2"),
     "grid": ("#d9dde3", "#343a44"),
+    "grey": ("#808080", "#9aa4b2"),  # matplotlib's "0.5"
     "input": ("#d7e8fa", "#1d3b5c"),
     "state": ("#d9f2dc", "#1c4a2a"),
     "output": ("#fdeccb", "#57401a"),
     "loss": ("#fbdcd9", "#5e2724"),
     "target": ("#e9e5f5", "#39324f"),
     "operation": ("#f1f3f5", "#272c34"),
+    "delay": ("#1e2227", "#000000"),  # a square that is black on any paper
     "blue": ("#0b63b0", "#6cb4f5"),
     "orange": ("#b8470b", "#f29a57"),
     "green": ("#14753f", "#62c98b"),
@@ -39,10 +41,18 @@ COLOURS = {
     "brown": ("#7a4a21", "#cf9a6b"),
 }
 LIGHT = {use: light for use, (light, _) in COLOURS.items()}
-CYCLE = [
-    LIGHT[use] for use in ("blue", "orange", "green", "purple", "teal", "red", "olive", "pink", "brown")
-]  # for lines and parameters
+TURNS = ("blue", "orange", "green", "purple", "teal", "red", "olive", "pink", "brown")  # for lines and parameters
+CYCLE = [LIGHT[use] for use in TURNS]
 FORMATS = ("svg", "png", "html", "dot", "pdf")
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name ends in."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in FORMATS:
+        got = f".{kind}" if kind else "a name without an ending"
+        raise ValueError(f"a drawing is saved as {', '.join(f'.{k}' for k in FORMATS)}; got {got} ({path}).")
+    return kind
 
 
 class Graph(Protocol):
@@ -66,11 +76,7 @@ class Drawing:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture; what its name ends in says how. A file that is there already is replaced as a whole."""
         path = Path(path)
-        kind = path.suffix.lower().removeprefix(".")
-        if kind not in FORMATS:
-            got = f".{kind}" if kind else "a name without an ending"
-            raise ValueError(f"a drawing is saved as {', '.join(f'.{k}' for k in FORMATS)}; got {got} ({path}).")
-        data = self._encoded(kind)
+        data = self._encoded(format_of(path))
         try:
             write_whole(path, data)
         except OSError as error:
@@ -145,7 +151,9 @@ def style() -> Iterator[None]:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     settings: dict[str, Any] = {
         "svg.hashsalt": "loopfold",  # the same picture is the same file
-        "mathtext.fontset": "cm",
+        "svg.fonttype": "none",  # text is text: it can be searched, read aloud and edited
+        "pdf.fonttype": 42,  # TrueType, which journals ask for
+        "mathtext.fontset": "dejavuserif",  # wide, so that in its place a reader's own font fits too
         "font.size": 10,
         "axes.edgecolor": LIGHT["muted"],
         "axes.labelcolor": LIGHT["ink"],
@@ -192,9 +200,13 @@ def _themed(svg: str, title: str) -> str:
     svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{mark}-", svg)  # many pictures may share a page
     for use, (light, _) in COLOURS.items():
         svg = svg.replace(light, f"var(--lf-{use})")
+    svg = re.sub(
+        r"font-family: '(?:DejaVu Serif|STIX)[^';]*'(?=[;\"])", r"\g<0>, Georgia, 'Times New Roman', serif", svg
+    )
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     head, rest = svg.split(">", 1)
     name = html.escape(title, quote=True)
     head = head.replace("<svg", f'<svg class="loopfold {mark}" role="img" aria-label="{name}"', 1)
-    return f"{head}><title>{name}</title><style>{theme_css('.' + mark)}</style>{rest}"
+    css = f"{theme_css('.' + mark)}\n.{mark} text {{ white-space: pre }}"
+    return f"{head}><title>{name}</title><style>{css}</style>{rest}"

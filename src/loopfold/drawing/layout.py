@@ -1,16 +1,20 @@
 """Where the variables of one step stand: rows from the input up to the target, in inches."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from graphlib import TopologicalSorter
-from itertools import combinations
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations, pairwise, product
+from statistics import median
+from typing import Any
 
 from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
 from loopfold.wiring import When
 
 ROW = 0.95  # from one row of the book's variables to the next
 APART = 0.86  # between the states of a layer, which form stairs so that edges from below reach each of them
+TRIED = 6000  # items of the orders in which rows begin: many of a small step, few of a large one
 _TOP = (Role.OUTPUT, Role.LOSS, Role.TARGET)
 
 Place = tuple[float, float]
@@ -24,11 +28,14 @@ class Block:
     `places`   of its variables
     `ways`     the points that an edge passes on its way up, where the straight way is not free
     `entries`  where what comes from another step enters, below all else
+    `ends`     how far to the right of the middle of its source an edge begins, and of its target ends, where there are
+               several
     """
 
     places: dict[Variable, Place]
     ways: dict[Edge, list[Place]] = field(default_factory=dict)
     entries: dict[tuple[Variable, int], Place] = field(default_factory=dict)
+    ends: dict[Edge, tuple[float, float]] = field(default_factory=dict)
 
 
 def blocks(circuit: Circuit, size: Size) -> dict[int, Block]:
@@ -96,8 +103,9 @@ _Item = Variable | _Bend
 
 
 class _Layers:
-    """Sugiyama's way: every node above all that it reads; an edge that passes rows has a place in each; then rows are
-    sorted and moved until everything is near to what it is connected with."""
+    """Sugiyama's way: every node above all that it reads; an edge that passes rows has a place in each; rows are sorted
+    until few edges cross; then what should be straight becomes one column, the most important first, and columns are
+    moved until everything is near to what it is connected with."""
 
     def __init__(self, circuit: Circuit, members: list[Variable], size: Size) -> None:
         self.circuit = circuit
@@ -113,6 +121,7 @@ class _Layers:
         self.chains: dict[Edge, list[_Item]] = {e: self._chain(e) for e in circuit.edges if e.target in self.inside}
         self.x: dict[_Item, float] = {}
         self.side = self._sides()
+        self.carried = self._carried()
 
     def _is_within(self, edge: Edge) -> bool:
         return edge.lag == 0 and edge.source in self.inside
@@ -150,14 +159,29 @@ class _Layers:
         return [start, *bends, edge.target]
 
     def _sides(self) -> dict[_Item, int]:
-        """What leads to other steps stands at the border: states where edges leave, entries where they come in."""
-        side: dict[_Item, int] = {}
-        for edge in self.circuit.edges:
-            if edge.lag != 0 and edge.source in self.inside:
-                side[edge.source] = 1 if edge.lag > 0 else -1
-        for (_, lag), entry in self.entries.items():
-            side[entry] = -1 if lag >= 0 else 1
-        return side
+        """A state stands at the border, where its edge leaves for another step."""
+        return {
+            edge.source: 1 if edge.lag > 0 else -1
+            for edge in self.circuit.edges
+            if edge.lag != 0 and edge.source in self.inside
+        }
+
+    def _carried(self) -> set[Edge]:
+        """The edges by which a state goes from one step to the next through sums and products alone."""
+        found: set[Edge] = set()
+
+        def follow(edge: Edge, state: Variable, way: list[Edge]) -> bool:
+            way = [*way, edge]
+            if edge.target is state:
+                found.update(way)
+                return True
+            onward = [e for e in self.chains if self._is_within(e) and e.source is edge.target]
+            return edge.target.carries and any(follow(e, state, way) for e in onward)
+
+        for edge in self.chains:
+            if edge.lag != 0 and edge.source in self.inside and not found & set(self.circuit.into(edge.source)):
+                follow(edge, edge.source, [])
+        return found
 
     def block(self) -> Block:
         """The best of a few beginnings: the one with the fewest crossings, then the shortest edges."""
@@ -165,47 +189,155 @@ class _Layers:
         for a, b in self._pieces():
             near[a].append(b)
             near[b].append(a)
-        found = []
-        for beginning in range(8):
-            for row in self.rows:
-                random.Random(beginning).shuffle(row)
-            self.x = {item: float(i) for row in self.rows for i, item in enumerate(row)}
-            for sweep in range(60):
-                self._sweep(self.rows if sweep % 2 == 0 else self.rows[::-1], near, sort=sweep < 40)
-            found.append((self._crossings(), self._length(), beginning, dict(self.x)))
-        self.x = min(found, key=lambda result: result[:3])[3]
+        self.half = {i: i.half_width if isinstance(i, _Bend) else self.size(i)[0] for i in near}  # asked for very often
+        best: tuple[Any, ...] = (float("inf"),)
+        for beginning in range(max(12, TRIED // len(near))):
+            self._begin(near, random.Random(beginning))
+            for sweep in range(20):
+                self._sweep(self.rows if sweep % 2 == 0 else self.rows[::-1], near)
+                if sweep % 5 == 4:
+                    self._exchange(near)
+                    found = self._crossings(), round(self._length(), 6)
+                    if found < best[:2]:
+                        best = *found, dict(self.x), [row.copy() for row in self.rows]
+        *_, self.x, self.rows = best
+        self._straighten()
         return self._placed()
 
-    def _sweep(self, rows: list[list[_Item]], near: dict[_Item, list[_Item]], sort: bool) -> None:
+    def _begin(self, near: dict[_Item, list[_Item]], chance: random.Random) -> None:
+        """Rows in the order in which a walk along edges comes upon their items, so that few of them cross."""
+        row_of = {item: row for row in self.rows for item in row}
+        todo = list(row_of)
+        chance.shuffle(todo)
+        for row in self.rows:
+            row.clear()
+        seen: set[_Item] = set()
+        while todo:
+            item = todo.pop()
+            if item not in seen:
+                seen.add(item)
+                row_of[item].append(item)
+                todo += chance.sample(near[item], len(near[item]))
+        self.x = {item: float(i) for row in self.rows for i, item in enumerate(row)}
+
+    # ---- columns
+
+    def _straighten(self) -> None:
+        """Join items into columns, each straight up, and give every column its place."""
+        column: dict[_Item, list[_Item]] = {item: [item] for row in self.rows for item in row}
+        for a, b in self._by_importance():
+            if column[a] is column[b]:
+                continue
+            one, two = column[a], column[b]
+            joined = [*one, *two]
+            column |= dict.fromkeys(joined, joined)
+            if self._order(column) is None:  # it would have to stand on both sides of another
+                column |= {**dict.fromkeys(one, one), **dict.fromkeys(two, two)}
+        order = self._order(column)
+        assert order is not None
+        self._place_columns(order, column)
+
+    def _by_importance(self) -> list[tuple[_Item, _Item]]:
+        """The pieces of edges that should be straight: a state that is carried on, long edges, then any others."""
+        ranked: list[tuple[bool, int, int, tuple[_Item, _Item]]] = []
+        for edge, chain in self.chains.items():
+            for a, b in pairwise(chain):
+                bends = isinstance(a, _Bend) + isinstance(b, _Bend)
+                ranked.append((edge not in self.carried, -bends, len(ranked), (a, b)))
+        return [piece for *_, piece in sorted(ranked, key=lambda entry: entry[:3])]
+
+    def _order(self, column: dict[_Item, list[_Item]]) -> list[list[_Item]] | None:
+        """The columns from the left; None if some column would have to be left of itself."""
+        known = {id(c): c for c in column.values()}
+        left: dict[int, set[int]] = {key: set() for key in known}
+        for row in self.rows:
+            for a, b in pairwise(row):
+                left[id(column[b])].add(id(column[a]))
+        try:
+            return [known[key] for key in TopologicalSorter(left).static_order()]
+        except CycleError:
+            return None
+
+    def _place_columns(self, order: list[list[_Item]], column: dict[_Item, list[_Item]]) -> None:
+        before: dict[_Item, _Item] = {b: a for row in self.rows for a, b in pairwise(row)}
+        after: dict[_Item, _Item] = {a: b for row in self.rows for a, b in pairwise(row)}
+        near: dict[int, list[tuple[_Item, _Item]]] = {id(c): [] for c in order}
+        for a, b in self._pieces():
+            if column[a] is not column[b]:
+                near[id(column[a])].append((a, b))
+                near[id(column[b])].append((b, a))
+
+        def least(c: list[_Item]) -> float:
+            return max((self.x[before[i]] + self._apart(before[i], i) for i in c if i in before), default=-1e9)
+
+        def most(c: list[_Item]) -> float:
+            return min((self.x[after[i]] - self._apart(i, after[i]) for i in c if i in after), default=1e9)
+
+        for c in order:
+            self.x |= dict.fromkeys(c, max(least(c), _mean([self.x[i] for i in c], 0.0)))
+        for sweep in range(24):
+            for c in order[::-1] if sweep % 2 == 0 else order:
+                if others := [self.x[other] for _, other in near[id(c)]]:
+                    self.x |= dict.fromkeys(c, max(least(c), min(most(c), median(others))))
+
+    def _apart(self, a: _Item, b: _Item) -> float:
+        return self.half[a] + self.half[b] + 0.26
+
+    # ---- rows
+
+    def _sweep(self, rows: list[list[_Item]], near: dict[_Item, list[_Item]]) -> None:
         for row in rows:
             wish = {item: _mean([self.x[n] for n in near[item]], self.x[item]) for item in row}
-            if sort:
-                row.sort(key=lambda item: (self.side.get(item, 0), wish[item]))  # noqa: B023
+            row.sort(key=lambda item: (self.side.get(item, 0), wish[item]))  # noqa: B023
             self._spread(row, wish)
+
+    def _exchange(self, near: dict[_Item, list[_Item]]) -> None:
+        """Let neighbours change places while fewer edges cross for it."""
+        row_of = {item: i for i, row in enumerate(self.rows) for item in row}
+        better = True
+        while better:
+            better = False
+            place = {item: i for row in self.rows for i, item in enumerate(row)}
+            for row in self.rows:
+                for i in range(len(row) - 1):
+                    a, b = row[i], row[i + 1]
+                    if self.side.get(a, 0) != self.side.get(b, 0):
+                        continue
+                    gain = 0
+                    for m, n in product(near[a], near[b]):
+                        if row_of[m] == row_of[n]:
+                            gain += (place[m] > place[n]) - (place[m] < place[n])
+                    if gain > 0:
+                        row[i], row[i + 1] = b, a
+                        place[a], place[b] = place[b], place[a]
+                        better = True
+        for row in self.rows:
+            self._spread(row, {item: self.x[item] for item in row})
 
     def _pieces(self) -> list[tuple[_Item, _Item]]:
         """The edges, cut at every row."""
-        return [piece for chain in self.chains.values() for piece in zip(chain, chain[1:], strict=False)]
+        return [piece for chain in self.chains.values() for piece in pairwise(chain)]
 
     def _crossings(self) -> int:
+        """How many edges cross; a line that a state is carried along counts for more."""
         row_of = {item: i for i, row in enumerate(self.rows) for item in row}
-        count = 0
-        for (a, b), (c, d) in combinations(self._pieces(), 2):
-            if row_of[a] == row_of[c] and row_of[b] == row_of[d]:
-                count += (self.x[a] - self.x[c]) * (self.x[b] - self.x[d]) < 0
-        return count
+        levels: list[list[tuple[float, float, int]]] = [[] for _ in self.rows]
+        for edge, chain in self.chains.items():
+            weight = 3 if edge in self.carried else 1
+            for a, b in pairwise(chain):
+                levels[row_of[a]].append((self.x[a], self.x[b], weight))
+        return sum(
+            u * v for level in levels for (a, b, u), (c, d, v) in combinations(level, 2) if (a - c) * (b - d) < 0
+        )
 
     def _length(self) -> float:
         return sum(abs(self.x[a] - self.x[b]) for a, b in self._pieces())
-
-    def _half(self, item: _Item) -> float:
-        return item.half_width if isinstance(item, _Bend) else self.size(item)[0]
 
     def _spread(self, row: list[_Item], wish: dict[_Item, float]) -> None:
         """Give a row its places: in order, not too close, and near where each wants to be."""
         place = -1e9
         for i, item in enumerate(row):
-            room = 0.0 if i == 0 else self._half(row[i - 1]) + self._half(item) + 0.26
+            room = 0.0 if i == 0 else self._apart(row[i - 1], item)
             place = max(wish[item], place + room)
             self.x[item] = place
         shift = _mean([wish[item] - self.x[item] for item in row], 0.0)
@@ -214,24 +346,46 @@ class _Layers:
 
     def _placed(self) -> Block:
         heights = [max([self.size(v)[1] for v in row if isinstance(v, Variable)], default=0.1) for row in self.rows]
+        fans = Counter(chain[0] for chain in self.chains.values())
         y = [heights[0]]
-        for below, above in zip(heights, heights[1:], strict=False):
-            y.append(y[-1] + below + above + 0.42)
+        for row, (below, above) in zip(self.rows, pairwise(heights), strict=False):
+            room = 0.1 * max(0, *(fans[item] - 2 for item in row), 0)  # for edges that fan out
+            y.append(y[-1] + below + above + 0.42 + room)
         places = {v: (self.x[v], y[self.rank[v]]) for v in self.members}
         entries = {key: (self.x[bend], -0.22 - 0.2 * i) for i, (key, bend) in enumerate(self.entries.items())}
         places |= _abreast(self.once, -0.85 - 0.2 * len(entries))
+        ends = self._ends()
         ways: dict[Edge, list[Place]] = {}
         for edge, chain in self.chains.items():
+            if not any(isinstance(item, _Bend) for item in chain):
+                continue
             low = self.rank[edge.target] - len(chain) + 1
-            points = [
-                (self.x[bend], y[low + k] + up)
-                for k, bend in enumerate(chain)
-                if isinstance(bend, _Bend)
-                for up in (-0.12, 0.12)
-            ]
-            if points:
-                ways[edge] = points
-        return Block(places, ways, entries)
+            begin, end = ends.get(edge, (0.0, 0.0))
+            x = [self.x[chain[0]] + begin, *(self.x[item] for item in chain[1:-1]), self.x[chain[-1]] + end]
+            # it goes aside between rows alone, where no node stands
+            points = [(x[k], y[low + k] + side * heights[low + k]) for k in range(len(chain)) for side in (-1, 1)]
+            last = (points[-2][0], points[-2][1] - 0.2)  # room for the head of its arrow
+            ways[edge] = [*points[0 if isinstance(chain[0], _Bend) else 1 : -2], last]
+        return Block(places, ways, entries, ends)
+
+    def _ends(self) -> dict[Edge, tuple[float, float]]:
+        begins, ends = dict[Edge, float](), dict[Edge, float]()
+        for variable in self.members:
+            if variable.role is Role.OPERATION:
+                out = [e for e in self.chains if e.source is variable and self._is_within(e)]
+                begins |= self._side_by_side(variable, {e: self.x[self.chains[e][1]] for e in out})
+                into = [e for e in self.chains if e.target is variable]
+                ends |= self._side_by_side(variable, {e: self.x[self.chains[e][-2]] for e in into})
+        return {e: (begins.get(e, 0.0), ends.get(e, 0.0)) for e in begins | ends}
+
+    def _side_by_side(self, variable: Variable, to: dict[Edge, float]) -> dict[Edge, float]:
+        """Where edges meet an operation: in the order of where they lead, what is straight in the middle."""
+        if len(to) < 2:
+            return {}
+        order = sorted(to, key=lambda edge: to[edge])
+        middle = next((i for i, e in enumerate(order) if abs(to[e] - self.x[variable]) < 1e-6), (len(order) - 1) / 2)
+        step = min(0.12, (self.size(variable)[0] - 0.05) / max(middle, len(order) - 1 - middle))
+        return {edge: (i - middle) * step for i, edge in enumerate(order)}
 
 
 def _mean(numbers: list[float], default: float) -> float:

@@ -1,5 +1,6 @@
 """The circuit of a network: of a transition, a layer, a pattern or a language model."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -74,13 +75,15 @@ class _Drawn:
         """A transition with all that it may read: each input, each part of a context, under its own name."""
         given = checked(cell, x, None, None, None, context)
         first = None if x is None else map_state(lambda leaf: leaf[0], given.x)
-        graph = _traced(partial(trace, context=context), cell, first, given.state)
+        graph, called = _traced(partial(trace, context=context), cell, first, given.state)
         ports = {
-            node: Port((Source(self.circuit.add(Variable(symbol(node.name), Role.INPUT, when))),))
+            node: Port(
+                (Source(self.circuit.add(Variable(symbol(called.get(node.name, node.name)), Role.INPUT, when))),)
+            )
             for nodes, when in ((graph.x, When.EVERY), (graph.context, When.ONCE))
             for node in nodes
         }
-        self._step(graph, cell, ports, lambda batch: initial_state(cell, batch, first, context))
+        self._step(graph, called, cell, ports, lambda batch: initial_state(cell, batch, first, context))
         return self.circuit
 
     def network(self, wiring: Wiring, feeding: Feeding | None, x: Tensor | None) -> Circuit:
@@ -127,8 +130,11 @@ class _Drawn:
         def combine(values: Values, batch: int) -> Tensor:
             return values[0] if fed is None else torch.cat([values[0], fed.combine(values[1:], batch)], -1)
 
-        sources = () if fed is None else fed.sources
-        return Port((Source(vector), *sources), combine), wiring.readout.c.new_zeros(1, width + size)
+        if fed is None:
+            return Port((Source(vector),), combine), wiring.readout.c.new_zeros(1, width)
+        back = "y" if wiring.targets is None else "x"  # whether it is the truth, or an output in its place
+        sources = [Source(vector, part=vector.label), *(source._replace(part=back) for source in fed.sources)]
+        return Port(tuple(sources), combine), wiring.readout.c.new_zeros(1, width + size)
 
     def _input(self, cell: Step, x: Tensor | None) -> tuple[Port, Tensor] | None:
         """The variable x, and an example of what it holds at one step; None for a step without input."""
@@ -138,19 +144,22 @@ class _Drawn:
             )
             check_steps(x.shape[0])
         example = _example(cell) if x is None else x[0, :1]
-        return None if example is None else (Port((Source(self.circuit.add(Variable("x", Role.INPUT))),)), example)
+        if example is None:
+            return None
+        variable = self.circuit.add(Variable(symbol(_input_name(cell)), Role.INPUT))
+        return Port((Source(variable),)), example
 
     def _map(self, wiring: Wiring, f: nn.Module, fed: Port, x: Tensor | None) -> Variable:
         """h = f(fed, x), with no way from one h to the next but through what is fed back."""
         like = wiring.readout.c
         known = getattr(f, "input_size", None)
         read = self._input(f, like.new_zeros(1, 1, known) if x is None and isinstance(known, int) else x)
-        graph = _traced(trace_map, f, None if read is None else read[1], like.new_zeros(1, wiring.outputs.size))
+        graph, called = _traced(trace_map, f, None if read is None else read[1], like.new_zeros(1, wiring.outputs.size))
         h = self.circuit.add(Variable("h", Role.STATE, layer=1))
         ports = {graph.state[0]: fed}
         if read is not None:
             ports[graph.x[0]] = read[0]
-        self.circuit.step(graph, tensors_of(f), ports, [h])
+        self.circuit.step(graph, tensors_of(f), ports, [h], called=called)
         return h
 
     def _layer(
@@ -191,15 +200,16 @@ class _Drawn:
     ) -> Variable:
         example = None if reads is None else reads[1]
         state = _state_of(cell, example)
-        graph = _traced(trace, cell, example, state(1))
+        graph, called = _traced(trace, cell, example, state(1))
         ports = {} if reads is None else {graph.x[0]: reads[0]}
         for node in graph.x[len(ports) :]:  # the number of the step
             ports[node] = Port((Source(self.circuit.add(Variable(node.name, Role.INPUT, phase=phase))),))
-        return self._step(graph, cell, ports, state, depth, marks, phase, backwards)
+        return self._step(graph, called, cell, ports, state, depth, marks, phase, backwards)
 
     def _step(
         self,
         graph: StepGraph,
+        called: dict[str, str],
         cell: Step,
         inputs: dict[Node, Port],
         state: Callable[[int], State],
@@ -209,7 +219,7 @@ class _Drawn:
         backwards: bool = False,
     ) -> Variable:
         """The states of a step, what it gives beside them, and the variable that a layer above reads."""
-        names = _state_names(graph)
+        names = _state_names(graph, called)
         variables = [
             self.circuit.add(
                 Variable(
@@ -219,7 +229,7 @@ class _Drawn:
                     phase,
                     depth,
                     backwards,
-                    _leaf(state, i),
+                    initial=_leaf(state, i),
                 )
             )
             for i, name in enumerate(names)
@@ -230,14 +240,14 @@ class _Drawn:
             self.circuit.add(Variable(symbol(name, *marks), Role.OUTPUT, When.EVERY, phase, depth, backwards))
             for name in _output_names(graph)
         ]
-        self.circuit.step(graph, tensors_of(cell), ports, [*variables, *outputs], marks)
+        self.circuit.step(graph, tensors_of(cell), ports, [*variables, *outputs], marks, called)
         return (outputs or variables)[0]
 
     def _readout(self, wiring: Wiring, hidden: Sequence[Variable], o: Variable, y: Variable) -> None:
         """o, L and y above what they are read from."""
         loss = Variable("L", Role.LOSS, o.when, o.phase)
         readout, outputs = wiring.readout, wiring.outputs
-        graph = _traced(trace_map, readout, None, readout.c.new_zeros(1, readout.V.shape[1]))
+        graph, _ = _traced(trace_map, readout, None, readout.c.new_zeros(1, readout.V.shape[1]))
         ports = {graph.state[0]: Port(tuple(map(Source, hidden)), _side_by_side)}
         for variable in (o, loss, y):
             self.circuit.add(variable)
@@ -287,20 +297,35 @@ def _leaf(state: Callable[[int], State], i: int) -> Callable[[int], Tensor]:
     return lambda batch: leaves(state(batch))[i]
 
 
-def _traced(how: Callable[..., StepGraph], f: Step, x: Tensor | None, state: State) -> StepGraph:
+def _traced(how: Callable[..., StepGraph], f: Step, x: State | None, state: State) -> tuple[StepGraph, dict[str, str]]:
+    """The graph of a step, and what the step calls the values of its nodes."""
+    called: dict[str, str] = {}
     try:
         with in_evaluation(f):
-            return how(f, x, state)
+            return how(f, x, state, called=called), called
     except Refusal as reason:
         raise ValueError(f"{name_of(f)} cannot be drawn, because it cannot be traced: {reason}") from reason
 
 
-def _state_names(graph: StepGraph) -> list[str]:
-    """The user's own names; where there are none, h, or s₁, s₂, …"""
+def _state_names(graph: StepGraph, called: dict[str, str]) -> list[str]:
+    """The user's own names, of fields or of what the state is unpacked into; else h, or s₁, s₂, …"""
     names = [node.name for node in graph.state]
     if names == ["state"]:
         return ["h"]
-    return [f"s_{i + 1}" if name == f"state{i}" else name for i, name in enumerate(names)]
+    own = [called.get(name, name) if name == f"state{i}" else name for i, name in enumerate(names)]
+    if len(set(own)) < len(own):  # one variable for all in turn
+        own = names
+    return [f"s_{i + 1}" if name == f"state{i}" else name for i, name in enumerate(own)]
+
+
+def _input_name(cell: Step) -> str:
+    """What a step calls its input: the name of its second argument, else x."""
+    try:
+        parameters = list(inspect.signature(cell.forward if isinstance(cell, nn.Module) else cell).parameters.values())
+    except (TypeError, ValueError):
+        return "x"
+    named = [p.name for p in parameters[:2] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named[1] if len(named) == 2 and named[1].strip("_") else "x"
 
 
 def _output_names(graph: StepGraph) -> list[str]:

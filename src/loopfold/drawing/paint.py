@@ -1,103 +1,38 @@
-"""Paint nodes and edges: as a figure, and as a graph for Graphviz."""
+"""Paint nodes and edges as a figure."""
 
-import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import cycle
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from loopfold.drawing.figure import CYCLE, LIGHT, Drawing, new_figure, style
-from loopfold.drawing.notation import plain
-from loopfold.drawing.routing import Line, Route, Spot, route
+from loopfold.drawing.figure import LIGHT, Drawing, new_figure, style
+from loopfold.drawing.legend import SMALL, Key, legend
+from loopfold.drawing.routing import Route, resampled
+from loopfold.drawing.scene import (
+    Link,
+    Scene,
+    Shape,
+    head_size,
+    label_of,
+    label_size,
+    parameter_colours,
+    pen,
+    text_size,
+)
 
 _GAP = 0.7  # between graphs side by side
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A node as it is painted."""
-
-    spot: Spot
-    text: str
-    fill: str
-    kind: str  # circle, box, square (a delay), dots
-    note: str = ""  # the size of a gradient
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Link:
-    """An edge as it is painted."""
-
-    source: Hashable
-    target: Hashable
-    kind: Hashable
-    parameters: tuple[str, ...] = ()
-    note: str = ""
-    dashed: bool = False
-    size: float | None = None  # of the gradient on it, relative to the largest
-    via: tuple[tuple[float, float], ...] = ()  # points that it must pass
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What a picture shows, each node at its place."""
-
-    title: str
-    shapes: dict[Hashable, Shape]
-    links: list[Link]
-
-    def lines(self) -> list[Line]:
-        """The links, to be routed."""
-        return [
-            Line(ln.source, ln.target, _kind(ln), label_size(ln.parameters, ln.note), 0.42 * _head(_pen(ln)[0]), ln.via)
-            for ln in self.links
-        ]
-
-    def routes(self) -> list[Route]:
-        return route({key: shape.spot for key, shape in self.shapes.items()}, self.lines())
-
-    def dot(self) -> str:
-        """The same nodes and edges for Graphviz."""
-        names = {key: f"n{i}" for i, key in enumerate(self.shapes)}
-
-        def lines() -> Iterator[str]:
-            yield f"digraph {_quoted(self.title)} {{"
-            yield "  rankdir=BT; node [fontname=serif]; edge [fontname=serif];"
-            for key, shape in self.shapes.items():
-                look = {"circle": "shape=circle", "box": "shape=box, style=rounded", "dots": "shape=plaintext"}.get(
-                    shape.kind, "shape=square, style=filled, fillcolor=black, width=0.15, height=0.15, fixedsize=true"
-                )
-                label = "⋯" if shape.kind == "dots" else " ".join(filter(None, [plain(shape.text), plain(shape.note)]))
-                yield f"  {names[key]} [label={_quoted(label)}, {look}];"
-            for link in self.links:
-                text, _ = _label(link.parameters, link.note)
-                label = f" [label={_quoted(plain(text))}]" if text else ""
-                yield f"  {names[link.source]} -> {names[link.target]}{label};"
-            yield "}"
-
-        return "\n".join(lines()) + "\n"
-
-
-@cache
-def text_size(text: str, size: float) -> tuple[float, float]:
-    """The width and height of a text, in inches."""
-    with style():
-        from matplotlib.textpath import TextPath
-
-        box = TextPath((0, 0), text or " ", size=size).get_extents()
-    return box.width / 72, box.height / 72
-
-
 def paint(scene: Scene) -> Drawing:
-    """The scene as a figure of its own size, one unit an inch."""
+    """The scene as a figure of its own size, one unit an inch; what its signs mean stands below."""
     shapes, links = scene.shapes, scene.links
-    colour_of = _parameter_colours(links)
+    colour_of = parameter_colours(links)
     routes = scene.routes()
-    low, high = _extent(shapes, routes, links)
+    low, high = _extent(scene, routes)
+    keys = legend(scene, float(low[0]), float(low[1]), float(high[0]))
+    low[1] = min([low[1], *(key.y - 0.14 * key.scale for key in keys)])
+    high[0] = max([high[0], *(key.right + 0.12 for key in keys)])
     width, height = (high - low).tolist()
     with style():
         figure = new_figure(width, height)
@@ -110,6 +45,8 @@ def paint(scene: Scene) -> Drawing:
             _paint_link(axes, link, way, colour_of)
         for shape in shapes.values():
             _paint_shape(axes, shape)
+        for key in keys:
+            _paint_key(axes, key)
     return Drawing(figure, scene.title, _numbered(scene))
 
 
@@ -121,48 +58,16 @@ def _numbered(scene: Scene) -> Scene:
         replace(link, source=number[link.source], target=number[link.target], kind=kinds[link.kind])
         for link in scene.links
     ]
-    return Scene(scene.title, {number[key]: shape for key, shape in scene.shapes.items()}, links)
+    return Scene(scene.title, {number[key]: shape for key, shape in scene.shapes.items()}, links, scene.said)
 
 
-def _kind(link: Link) -> Hashable:
-    return link.kind, type(link.source), type(link.target)
-
-
-def _parameter_colours(links: list[Link]) -> dict[tuple[str, ...], str]:
-    """The same parameters have the same colour wherever they are used; U, W and V always have theirs."""
-    fixed = dict(zip([("U",), ("W",), ("V",)], CYCLE, strict=False))
-    others = [p for p in dict.fromkeys(link.parameters for link in links) if p and p not in fixed]
-    free = [colour for p, colour in fixed.items() if all(link.parameters != p for link in links)]
-    colours = cycle([*free, *CYCLE[len(fixed) :]])
-    return fixed | dict(zip(others, colours, strict=False))
-
-
-def _label(parameters: tuple[str, ...], note: str) -> tuple[str, float]:
-    """What stands beside an edge, and the size of its letters."""
-    return ("$" + r"\,".join(parameters) + "$", 10.5) if parameters else (note, 7)
-
-
-def label_size(parameters: tuple[str, ...], note: str) -> tuple[float, float]:
-    """Half the width and height of what stands beside an edge; zero for nothing."""
-    text, font = _label(parameters, note)
-    if not text:
-        return 0.0, 0.0
-    width, height = text_size(text, font)
-    return width / 2 + 0.02, height / 2 + 0.02
-
-
-def _extent(shapes: dict[Hashable, Shape], routes: list[Route], links: list[Link]) -> tuple[Any, Any]:
+def _extent(scene: Scene, routes: list[Route]) -> tuple[Any, Any]:
     corners = [
-        np.array(
-            [
-                [s.spot.x - s.spot.half_width, s.spot.y - s.spot.half_height],
-                [s.spot.x + s.spot.half_width, s.spot.y + s.spot.half_height],
-            ]
-        )
-        for s in shapes.values()
+        np.array([[s.x - s.half_width, s.y - s.half_height], [s.x + s.half_width, s.y + s.half_height]])
+        for s in (shape.spot for shape in scene.shapes.values())
     ]
     corners += [way.points for way in routes]
-    for way, link in zip(routes, links, strict=True):
+    for way, link in zip(routes, scene.links, strict=True):
         if way.label:
             half = np.array(label_size(link.parameters, link.note))
             corners.append(np.array([np.array(way.label) - half, np.array(way.label) + half]))
@@ -187,7 +92,7 @@ def _paint_shape(axes: Any, shape: Shape) -> None:
         size = 2 * spot.half_width - 0.1, 2 * spot.half_height - 0.1
         axes.add_patch(FancyBboxPatch(corner, *size, boxstyle="round,pad=0.05", **{**line, "linewidth": 0.8}))
     font = 9.0 if shape.kind == "box" else 12.0
-    if shape.kind == "circle":
+    if shape.kind == "circle" and shape.text:
         width, _ = text_size(shape.text, font)
         font *= min(1.0, 1.72 * spot.half_width / width)
     up = 0.06 if shape.note and shape.kind == "circle" else 0.0
@@ -212,13 +117,14 @@ def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ..
     from matplotlib.patches import Polygon
 
     colour = colour_of.get(link.parameters, LIGHT["ink"])
-    width, dashes = _pen(link)
+    width, dashes = pen(link)
     points = way.points
-    direction = points[-1] - points[max(len(points) - 4, 0)]
+    head, tip = head_size(width), points[-1]
+    before = resampled(points, 200)
+    before = before[np.hypot(*(before - tip).T) >= head]  # where the head of the arrow begins
+    direction = tip - (before[-1] if len(before) else points[0])
     direction = direction / (np.hypot(*direction) or 1.0)
-    head = _head(width)
     normal = np.array([-direction[1], direction[0]])
-    tip = points[-1]
     base = tip - head * direction
     inside = np.hypot(*(points - tip).T) > head * 0.8
     shaft = np.concatenate([points[inside], (tip - 0.6 * head * direction)[None]]) if inside.any() else points[:1]
@@ -237,7 +143,7 @@ def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ..
     )
     if way.label:
         shade = colour if link.parameters else LIGHT["muted"]
-        text, font = _label(link.parameters, link.note)
+        text, font = label_of(link.parameters, link.note)
         axes.text(
             *way.label,
             text,
@@ -249,23 +155,19 @@ def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ..
         )
 
 
-def _pen(link: Link) -> tuple[float, Any]:
-    """How thick a line is, by the size of what it carries: five times thinner for a thousandth of the largest."""
-    solid: Any = (0, (4, 2.2)) if link.dashed else "-"
-    if link.size is None:
-        return 1.2, solid
-    if link.size < 1e-6:
-        return 0.6, (0, (1, 2.5))
-    return 0.7 + 3.3 * max(0.0, 1 + math.log10(link.size) / 3), solid
-
-
-def _head(width: float) -> float:
-    """The length of an arrow's head, in inches; it is 0.84 times as wide."""
-    return 0.085 + 0.02 * width
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _paint_key(axes: Any, key: Key) -> None:
+    sign, half = key.sign, key.sign_width / 2
+    small = {"va": "center_baseline", "fontsize": SMALL * key.scale, "color": LIGHT["muted"], "zorder": 4}
+    if isinstance(sign, Shape):
+        size = key.scale * sign.spot.half_width
+        spot = replace(sign.spot, x=key.x + half, y=key.y, half_width=size, half_height=size)
+        _paint_shape(axes, replace(sign, spot=spot))
+    elif isinstance(sign, Link):
+        _paint_link(axes, sign, Route(np.array([[key.x, key.y], [key.x + 2 * half, key.y]]), None), {})
+    else:
+        axes.text(key.x + half, key.y, sign, ha="center", **{**small, "color": LIGHT["ink"]})
+    if key.text:
+        axes.text(key.text_at, key.y, key.text, ha="left", **small)
 
 
 # ------------------------------------------------------------------ several
@@ -280,6 +182,7 @@ def beside(*drawings: Drawing) -> Drawing:
     """
     shapes: dict[Hashable, Shape] = {}
     links: list[Link] = []
+    said: dict[tuple[str, str], None] = {}
     right = 0.0
     if not drawings:
         raise TypeError("beside takes drawings of graphs, as lf.draw makes them; got none.")
@@ -287,7 +190,7 @@ def beside(*drawings: Drawing) -> Drawing:
         scene = drawing.graph if isinstance(drawing, Drawing) else None
         if not isinstance(scene, Scene):
             raise TypeError(f"beside takes drawings of graphs, as lf.draw makes them; got {drawing!r}.")
-        low, high = _extent(scene.shapes, scene.routes(), scene.links)
+        low, high = _extent(scene, scene.routes())
         right += -low[0] + (_GAP if i else 0.0)
         for key, shape in scene.shapes.items():
             shapes[i, key] = replace(shape, spot=replace(shape.spot, x=shape.spot.x + right))
@@ -295,4 +198,5 @@ def beside(*drawings: Drawing) -> Drawing:
             via = tuple((x + right, y) for x, y in link.via)
             links.append(replace(link, source=(i, link.source), target=(i, link.target), kind=(i, link.kind), via=via))
         right += high[0]
-    return paint(Scene("; ".join(drawing.title for drawing in drawings), shapes, links))
+        said |= dict.fromkeys(scene.said)
+    return paint(Scene("; ".join(drawing.title for drawing in drawings), shapes, links, tuple(said)))

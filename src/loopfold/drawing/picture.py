@@ -6,21 +6,22 @@ from collections.abc import Hashable
 from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
 from loopfold.drawing.figure import LIGHT
 from loopfold.drawing.layout import Place, blocks
-from loopfold.drawing.paint import Link, Scene, Shape, label_size, text_size
 from loopfold.drawing.routing import Spot
+from loopfold.drawing.scene import Does, Link, Scene, Shape, label_size, text_size
 from loopfold.drawing.unfolded import Arrow, Gradients, Moment, Unfolded
 from loopfold.wiring import When
 
 RADIUS = 0.3
-SHOWN = 7  # where there are more steps, the first three and the last two are shown
+COLUMNS = 12  # where there are more steps, the first three and the last two are shown
 _FIRST, _LAST = 3, 2
+_LAST_STEP = r"^{(\tau)}"  # of what is there after the last step alone
 _LANE = 0.15  # between two edges that run along the columns
 
 
 def _size(variable: Variable) -> tuple[float, float]:
     if variable.role is not Role.OPERATION:
         return RADIUS, RADIUS
-    return text_size(variable.label, 9)[0] / 2 + 0.1, 0.15
+    return max(0.19, text_size(variable.label, 9)[0] / 2 + 0.1), 0.15
 
 
 def _node(variable: Variable, place: Place, text: str, note: str = "", dashed: bool = False) -> Shape:
@@ -40,10 +41,10 @@ def _is_fed(edge: Edge) -> bool:
 class _Columns:
     """Where the steps of each phase stand, in columns; `orders` are the steps shown, 0 among them for the dots."""
 
-    def __init__(self, circuit: Circuit, taus: tuple[int, ...], gap: float) -> None:
+    def __init__(self, circuit: Circuit, taus: tuple[int, ...], gap: float, most: int = COLUMNS) -> None:
         self.circuit = circuit
         self.taus = taus
-        self.orders = [_shown(tau) for tau in taus]
+        self.orders = [_shown(tau, most) for tau in taus]
         across = [label_size(e.parameters, e.note)[0] for e in circuit.edges if e.lag != 0]
         gap = max([gap, *(2 * half + 0.45 for half in across)])  # a label fits between two columns
         self.blocks = blocks(circuit, _size)
@@ -106,6 +107,10 @@ class _Columns:
         lane = x + self.left[phase] - 0.32 - _LANE * i if edge.lag >= 0 else x + self.right[phase] + 0.32 + _LANE * i
         return ((lane, start[1]), (lane, enter[1]), enter, *up)
 
+    def ends(self, edge: Edge) -> tuple[float, float]:
+        """How far from the middles of its nodes an edge begins and ends."""
+        return self.blocks[edge.target.phase].ends.get(edge, (0.0, 0.0))
+
 
 # ------------------------------------------------------------------ the circuit
 
@@ -114,22 +119,24 @@ def circuit_scene(circuit: Circuit) -> Scene:
     """One column; whatever leads to another step goes through a black square, a delay of one step."""
     columns = _Columns(circuit, (1, 1), gap=1.1)
     shapes: dict[Hashable, Shape] = {
-        v: _node(v, columns.place(v, _column_of(v)), f"${v.label}$") for v in circuit.variables
+        v: _node(v, columns.place(v, _column_of(v)), f"${v.label}{_LAST_STEP if v.when is When.LAST else ''}$")
+        for v in circuit.variables
     }
     links: list[Link] = []
     delays: dict[tuple[Variable, int], Hashable] = {}
     for edge in circuit.edges:
         if edge.lag == 0:
-            links.append(_link(edge, edge.source, edge.target, columns.way(edge, _column_of(edge.target), None)))
+            way = columns.way(edge, _column_of(edge.target), None)
+            links.append(_link(edge, edge.source, edge.target, way, columns.ends(edge)))
             continue
         key = (edge.source, edge.lag)
         if key not in delays:
             delays[key] = ("delay", *key)
             place, via = _delay(columns, shapes, key)
-            shapes[delays[key]] = Shape(Spot(*place, 0.085, 0.085), "", LIGHT["ink"], "square")
+            shapes[delays[key]] = Shape(Spot(*place, 0.085, 0.085), "", LIGHT["delay"], "square")
             links.append(Link(edge.source, delays[key], ("to the delay", edge), dashed=_is_fed(edge), via=via))
-        links.append(_link(edge, delays[key], edge.target, columns.way(edge, 1, None)))
-    return Scene(f"The circuit of {circuit.name}", shapes, links)
+        links.append(_link(edge, delays[key], edge.target, columns.way(edge, 1, None), columns.ends(edge)))
+    return Scene(f"The circuit of {circuit.name}", shapes, links, tuple(circuit.said.items()))
 
 
 def _column_of(variable: Variable) -> int | None:
@@ -150,18 +157,22 @@ def _delay(
         return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
     targets = [edge.target for edge in columns.circuit.edges if (edge.source, edge.lag) == key]
     y = (shapes[source].spot.y + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
-    while any(s.kind == "square" and abs(s.spot.y - y) < 0.3 for s in shapes.values() if s.spot.x < x):
+    beside = x + (columns.left[source.phase] - 0.62 if lag > 0 else columns.right[source.phase] + 0.62)
+    others = [s.spot for s in shapes.values() if s.kind == "square" and abs(s.spot.x - beside) < 0.3]
+    while any(abs(other.y - y) < 0.3 for other in others):
         y += 0.35
-    return (x + columns.left[source.phase] - 0.62, y), ()
+    return (beside, y), ()
 
 
 # ------------------------------------------------------------------ the unfolded graph
 
 
-def unfolded_scene(unfolded: Unfolded, gradients: Gradients | None, backwards: bool) -> Scene:
+def unfolded_scene(
+    unfolded: Unfolded, gradients: Gradients | None, backwards: bool, columns_at_most: int = COLUMNS
+) -> Scene:
     """A column for every step that is shown; the arrows turned round where it is gradients that flow."""
     circuit = unfolded.circuit
-    columns = _Columns(circuit, unfolded.taus, gap=0.85 if circuit.level is Level.BOOK else 0.75)
+    columns = _Columns(circuit, unfolded.taus, 0.85 if circuit.level is Level.BOOK else 0.75, columns_at_most)
     shapes: dict[Hashable, Shape] = {
         moment: _moment(moment, columns, gradients) for moment in unfolded.moments if _is_shown(moment, columns)
     }
@@ -184,12 +195,15 @@ def unfolded_scene(unfolded: Unfolded, gradients: Gradients | None, backwards: b
         via = columns.way(edge, arrow.target.t, (spot.x, spot.y)) if isinstance(target, Moment) else ()
         size = None if gradients is None else gradients.arrows[arrow] / (largest or 1.0)
         ends = (target, source) if backwards else (source, target)
-        links.setdefault((edge, ends), _link(edge, *ends, via[::-1] if backwards else via, size))
+        off = columns.ends(edge) if isinstance(target, Moment) else (0.0, 0.0)
+        turn = -1 if backwards else 1
+        links.setdefault((edge, ends), _link(edge, *ends, via[::turn], off[::turn], size))
     if backwards:  # what nothing comes back to is left out
         reached = {end for link in links.values() for end in (link.source, link.target)}
         shapes = {key: shape for key, shape in shapes.items() if key in reached}
     way = "The way back through" if backwards else "The unfolded graph of"
-    return Scene(f"{way} {circuit.name}, {_counted(unfolded)}", shapes, list(links.values()))
+    said = tuple(circuit.said.items())
+    return Scene(f"{way} {circuit.name}, {_counted(unfolded)}", shapes, list(links.values()), said)
 
 
 def _counted(unfolded: Unfolded) -> str:
@@ -197,12 +211,31 @@ def _counted(unfolded: Unfolded) -> str:
     return " and ".join(f"{tau} step{'s' if tau > 1 else ''}" for tau in dict.fromkeys(taus))
 
 
-def _shown(tau: int) -> list[int]:
-    return list(range(1, tau + 1)) if tau <= SHOWN else [*range(1, _FIRST + 1), 0, *range(tau - _LAST + 1, tau + 1)]
+def _shown(tau: int, most: int) -> list[int]:
+    if tau <= max(most, _FIRST + 1 + _LAST):  # dots in the place of one step would save nothing
+        return list(range(1, tau + 1))
+    return [*range(1, _FIRST + 1), 0, *range(tau - _LAST + 1, tau + 1)]
 
 
-def _link(edge: Edge, source: Hashable, target: Hashable, via: tuple[Place, ...], size: float | None = None) -> Link:
-    return Link(source, target, edge, edge.parameters, edge.note, _is_fed(edge), size, via)
+def _link(
+    edge: Edge,
+    source: Hashable,
+    target: Hashable,
+    via: tuple[Place, ...],
+    ends: tuple[float, ...] = (0.0, 0.0),
+    size: float | None = None,
+) -> Link:
+    off = (ends[0], ends[1])
+    return Link(source, target, edge, edge.parameters, edge.note, _is_fed(edge), size, via, off, _does(edge))
+
+
+def _does(edge: Edge) -> Does:
+    if edge.lag != 0:
+        return Does.CARRY
+    if edge.source.role is Role.INPUT:
+        return Does.READ
+    reads_state = edge.source.role is Role.STATE and edge.target.role is Role.OPERATION
+    return Does.ANSWER if edge.target.role is Role.OUTPUT or reads_state else Does.OTHER
 
 
 def _is_shown(moment: Moment, columns: _Columns) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class Line:
     label: tuple[float, float] = (0.0, 0.0)  # half the width and height of its label; zero for none
     half: float = 0.01  # half its own width
     via: tuple[tuple[float, float], ...] = ()  # points that it must pass
+    ends: tuple[float, float] = (0.0, 0.0)  # how far right of the middle of its source and target it begins and ends
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,13 @@ class _Router:
     def _shape(self, line: Line) -> Hashable:
         way = self.spots[line.target].centre - self.spots[line.source].centre
         via = np.round(np.array(line.via).reshape(-1, 2) - self.spots[line.source].centre, 4).tolist()
-        return line.kind, *np.round(way, 4).tolist(), *map(tuple, via)
+        return line.kind, line.ends, *np.round(way, 4).tolist(), *map(tuple, via)
 
     # ------------------------------------------------------------------ ways
 
     def _best(self, line: Line) -> Points:
         a, b = self.spots[line.source], self.spots[line.target]
+        a, b = replace(a, x=a.x + line.ends[0]), replace(b, x=b.x + line.ends[1])
         if line.via:
             return _rounded([a.centre, *(np.array(point) for point in line.via), b.centre])
         best, least = None, np.inf
@@ -178,11 +180,11 @@ class _Router:
         low, high = path.min(0) - 0.05, path.max(0) + 0.05
         others = self.taken[((self.taken > low) & (self.taken < high)).all(1)][::2]
         points = _spaced(path, 0.08)[2:-2]
-        along = 0
-        if len(points) and len(others):
-            apart = np.abs(points[:, None] - others[None]).max(-1).min(1)
-            along = int((apart < 0.045).sum() > 3)
-        return 0.8 * _crossings(path, self.pieces) + 12.0 * along
+        along = False
+        if len(points) > 3 and len(others):
+            near = np.abs(points[:, None] - others[None]).max(-1).min(1) < 0.045
+            along = bool((near[:-3] & near[1:-2] & near[2:-1] & near[3:]).any())  # four in a row: it is no crossing
+        return 0.2 * _crossings(path, self.pieces) + 12.0 * along  # straight lines that cross are read well
 
     def _on_nodes(self, points: Points, nodes: NDArray[np.bool_], margin: float) -> NDArray[np.bool_]:
         """`[points, nodes]`: which points lie on which of these nodes, or nearer than `margin`."""
@@ -193,7 +195,7 @@ class _Router:
 
     def _trimmed(self, path: Points, line: Line) -> Points:
         """The part of a way between the borders of its two nodes."""
-        fine = _resampled(path, 400)
+        fine = resampled(path, 400)
         inside = self.spots[line.source].holds(fine, 0.02)
         first = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else 0
         inside = self.spots[line.target].holds(fine[first:], 0.05)
@@ -205,17 +207,18 @@ class _Router:
     def _free_place(self, i: int) -> Points:
         """Beside the middle of a way if it can be, else nearer to an end."""
         half_width, half_height = self.lines[i].label
-        fine = _resampled(self.paths[i], 101)
+        fine = resampled(self.paths[i], 101)
         nearby = self._nearby(i)
         best, least = fine[50], np.inf
-        for off in sorted(range(-46, 47, 2), key=abs):
-            k = 50 + off
+        along = sorted(range(4, 97, 2), key=lambda k: abs(k - 50))
+        for k, furthest in ((k, furthest) for furthest in (0.13, np.inf) for k in along):  # at the edge, else anywhere
             way = fine[k + 1] - fine[k - 1]
             normal = np.array([-way[1], way[0]]) / (np.hypot(*way) or 1.0)
             if normal[1] < -0.2 or (abs(normal[1]) <= 0.2 and normal[0] > 0):
                 normal = -normal  # above, or to the left, if it can be
             away = abs(normal[0]) * half_width + abs(normal[1]) * half_height + 0.04 + self.lines[i].half
-            shifts = [side * away * further for further in (1.0, 1.4, 1.9, 2.5) for side in (1, -1)]
+            more = min(away, furthest)
+            shifts = [side * (away + more * further) for further in (0.0, 0.4, 0.9, 1.5) for side in (1, -1)]
             for place in (fine[k] + shift * normal for shift in shifts):
                 hits = self._hits(i, place, *nearby)
                 if hits < least:
@@ -257,7 +260,7 @@ def _rounded(corners: list[Points], radius: float = 0.16) -> Points:
     return np.concatenate([*points, corners[-1][None]])
 
 
-def _resampled(path: Points, count: int) -> Points:
+def resampled(path: Points, count: int) -> Points:
     """The same way as `count` points at equal distances."""
     steps = np.hypot(*np.diff(path, axis=0).T)
     distance = np.concatenate([[0.0], np.cumsum(steps)])
@@ -268,7 +271,7 @@ def _resampled(path: Points, count: int) -> Points:
 def _spaced(path: Points, distance: float = 0.03) -> Points:
     """Points along a way, no further apart than `distance`."""
     length = float(np.hypot(*np.diff(path, axis=0).T).sum())
-    return _resampled(path, max(2, math.ceil(length / distance) + 1))
+    return resampled(path, max(2, math.ceil(length / distance) + 1))
 
 
 def _thinned(path: Points, tolerance: float = 0.002) -> Points:
