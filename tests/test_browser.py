@@ -263,10 +263,12 @@ def test_light_and_dark(tab: "Page") -> None:
 
 def test_print_shows_every_section_and_no_control(tab: "Page") -> None:
     tab.emulate_media(media="print")
-    assert tab.locator("section:visible").count() == 7
+    assert tab.locator("section:visible").count() == 8
     assert tab.locator("svg:visible, canvas:visible").count() >= 5
     assert tab.locator("input:visible, select:visible, button:visible, nav:visible").count() == 0
     assert tab.evaluate("document.documentElement.scrollWidth") <= 1200
+    whole = "canvas => canvas.getBoundingClientRect().right <= canvas.parentElement.getBoundingClientRect().right"
+    assert tab.locator("#states-map").evaluate(whole)
 
 
 def test_every_control_has_a_name_and_can_be_reached(tab: "Page") -> None:
@@ -275,7 +277,9 @@ def test_every_control_has_a_name_and_can_be_reached(tab: "Page") -> None:
     while "states-map" not in seen and len(seen) < 60:
         tab.keyboard.press("Tab")
         seen.append(tab.evaluate("document.activeElement.id || document.activeElement.name || ''"))
-    assert [name for name in seen if name] == ["steps", "way", "flow-map", "states-choice", "states-map"]
+    tried = ["typed", "mode", "text", "temperature", "top", "length", "write", "steps", "step", "graph"]
+    own = [f"live-{name}" for name in tried]
+    assert [name for name in seen if name] == [*own, "steps", "way", "flow-map", "states-choice", "states-map"]
     unnamed = "[...document.querySelectorAll('input, select, button, canvas')].filter(e => !(e.labels?.length || "
     assert tab.evaluate(unnamed + "e.textContent.trim() || e.getAttribute('aria-label')))") == []
 
@@ -286,7 +290,8 @@ def test_without_its_script_the_page_can_be_read(browser: "Browser") -> None:
     tab.goto(hostile()[1].as_uri())
     assert graph(tab) == [("3", "forward")]
     assert tab.locator("input:visible, select:visible, button:visible").count() == 0
-    assert "Without JavaScript" in tab.inner_text("body")
+    assert "Without JavaScript" in tab.inner_text("header")
+    assert "runs here, offline" not in tab.inner_text("body")
     context.close()
 
 

@@ -553,7 +553,7 @@ def test_a_cell_without_recurrent_matrix_has_no_eigenvalues_and_all_else(home: P
         (["window"], "window is a window without recurrence: no gradient goes back through time."),
         (["gru", "--on", "tests"], "there is no part 'tests'; choose from test, valid, train. Did you mean 'test'?"),
         (["nowhere"], "there is no run folder"),
-        (["gru", "--out", "text.txt"], "text.txt cannot be written: File exists. Choose another place with --out."),
+        (["gru", "--out", "text.txt"], "text.txt is a file: name a folder, such as --out pictures."),
     ],
 )
 def test_what_the_command_says_to_bad_input(home: Path, tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -16,6 +16,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.errors import Argument, Spelt
 from loopfold.recurrent import Bidirectional, plain_loops, recurrences_of
 from loopfold.states import State, leaves, map_state, name_of
+from loopfold.telling import tell
 from loopfold.transitions import Embedded, Transition
 from loopfold.wiring import Pattern
 
@@ -283,6 +284,7 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
         found = torch.autograd.grad(loss, nodes, retain_graph=True, allow_unused=True)
         for k in range(tau):
             norms[t, k] = _size([g for g in found[k * width : (k + 1) * width] if g is not None])
+        tell("following gradients", t + 1, len(losses), "steps")
     return GradientFlow(norms, gated=all(gates_of(core_of(cell)) for cell in cells_of(model)))
 
 

@@ -14,9 +14,11 @@ from loopfold.evaluation import evaluating
 from loopfold.language.recurrent import RecurrentLM, as_language_model
 from loopfold.recurrent import RecurrentLayer, Stacked
 from loopfold.states import State, leaves
+from loopfold.text.long import Read
 from loopfold.text.vocabulary import Vocabulary
 
 Feature = Callable[[str], Sequence[float]]  # of a text: a number for each of its characters
+JUDGED = 6_000  # characters of a run's text by which its units are judged
 
 # ------------------------------------------------------------------ features of a text
 
@@ -164,6 +166,11 @@ class HiddenStates:
         return numbers[(ends - 1).clamp(min=0)] if len(numbers) else torch.zeros(len(self.pieces))
 
 
+def beginning(text: Read) -> str:
+    """What of a run's text its units are judged by, wherever they are: the beginning, without empty lines before it."""
+    return text[: 1 << 20].lstrip("\n")[:JUDGED]
+
+
 def hidden_states(model: nn.Module, vocabulary: Vocabulary, text: str, *, layer: int = -1) -> HiddenStates:
     """Read a text from its start, and keep the hidden state after every token.
 
@@ -192,19 +199,19 @@ def hidden_states(model: nn.Module, vocabulary: Vocabulary, text: str, *, layer:
         start = reader.initial_context(1)
         x = torch.cat([start.last, ids.to(start.last.device)])[:, None]  # the start of a text, then its tokens
         recurrent = reader.network.recurrent
-        layers = _hidden(recurrent, recurrent(reader.encode(x), start.memory).states)
+        layers = of_layers(recurrent, recurrent(reader.encode(x), start.memory).states)
     if not -len(layers) <= layer < len(layers):
         raise ValueError(f"there is no layer {layer}: the model has {len(layers)}, from 0 to {len(layers) - 1}.")
     read = vocabulary.stream()
     pieces = [read(token) for token in ids.tolist()]
-    return HiddenStates(layers[layer][1:, 0].cpu(), pieces)
+    return HiddenStates(layers[layer][1:, 0].flatten(1).cpu(), pieces)
 
 
-def _hidden(layer: nn.Module, states: State) -> list[Tensor]:
+def of_layers(layer: nn.Module, states: State) -> list[Tensor]:
     """The hidden sequence of each layer `[τ, batch, n]`, the lowest first."""
     if isinstance(layer, Stacked):
         parts = zip(layer.layers, states, strict=True)
-        return [h for part, own in parts if isinstance(part, RecurrentLayer) for h in _hidden(part, own)]
+        return [h for part, own in parts if isinstance(part, RecurrentLayer) for h in of_layers(part, own)]
     return [leaves(states)[0]]
 
 

@@ -92,6 +92,7 @@ class HeatMap {
     const ratio = Math.min(devicePixelRatio || 1, 2);
     Object.assign(this.canvas, { width: w * ratio, height: h * ratio });
     this.canvas.style.width = `${w}px`;
+    this.canvas.style.setProperty("--height", `${h}px`); // kept on paper, where it may be narrower
     const context = this.canvas.getContext("2d");
     context.scale(ratio, ratio);
     context.imageSmoothingEnabled = false;

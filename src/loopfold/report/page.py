@@ -1,34 +1,52 @@
 """The report: one HTML file on a run that needs nothing else, no network least of all."""
 
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 
 from loopfold.drawing.figure import theme_css
 from loopfold.files import write_whole
 from loopfold.report.inside import inside
+from loopfold.report.live import MEGABYTES, the_model
 from loopfold.report.markup import asset, data_block, escape, fingerprint
 from loopfold.report.sections import Section, summary, the_curve, the_run, the_samples, the_table
 from loopfold.report.subject import Subject
 from loopfold.training.folder import ELSEWHERE, OUT, RunError
 from loopfold.training.run import Run
 
+# What moves on the page, in the order in which it is read
+SCRIPTS = ("page", "ngram", "reader", "reading", "writing", "units", "bearing", "unfold", "live")
 
-def write_report(run: Run, out: str | Path | None = None, passage: str | None = None) -> Path:
-    """Write one page on a run: curve, table, graphs, gradients, hidden states, samples. It works offline.
 
-    `out`      the file; by default `report.html` in the run's folder, or NAME-report.html beside a packed run. One that
-               is there already is replaced as a whole
-    `passage`  the text whose hidden states and gradients are shown; by default the held-out text's beginning
+def write_report(
+    run: Run, out: str | Path | None = None, passage: str | None = None, *, model_megabytes: float = MEGABYTES
+) -> Path:
+    """Write one page on a run: the model itself, curve, table, graphs, gradients, hidden states, samples.
+
+    It works offline, the model included.
+
+    `out`              the file; by default `report.html` in the run's folder, or NAME-report.html beside a packed run.
+                       One that is there already is replaced as a whole
+    `passage`          the text whose hidden states and gradients are shown; by default the held-out text's beginning
+    `model_megabytes`  the most that the model may add to the page: a larger one, or any with 0, is left out
     """
     out = run.stored.beside("report.html") if out is None else Path(out)
+    return write_page(out, lambda: report_page(Subject(run, passage), model_megabytes), "report.html")
+
+
+def write_page(out: Path, make: Callable[[], str], example: str) -> Path:
+    """Write a page that takes a while to make; what is wrong with its place is said before."""
     if out.is_dir():
-        raise RunError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
+        raise RunError(f"{out} is a folder: name a file, such as {out / example}.")
     if out.suffix.lower() not in (".html", ".htm"):
-        raise RunError(f"the report is a page for a browser, so its name must end in .html; got {out.name}.")
-    if not out.parent.is_dir():  # before the work, not after it
+        raise RunError(f"it is a page for a browser, so its name must end in .html; got {out.name}.")
+    if not out.parent.is_dir():
         missing = f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another "
         raise RunError(missing, OUT, ".")
-    page = report_page(Subject(run, passage))
+    if not os.access(out.parent, os.W_OK):
+        raise RunError(f"{out} cannot be written: the folder does not let you. ", *ELSEWHERE)
+    page = make()
     try:
         write_whole(out, page.encode())
     except OSError as error:
@@ -36,25 +54,34 @@ def write_report(run: Run, out: str | Path | None = None, passage: str | None = 
     return out
 
 
-def report_page(subject: Subject) -> str:
+def report_page(subject: Subject, model_megabytes: float = MEGABYTES) -> str:
     """The page as a whole."""
     sections = [
+        the_model(subject, model_megabytes),
         the_curve(subject),
         the_table(subject),
         the_samples(subject),
         *inside(subject),
         the_run(subject),
     ]
-    script = asset("page.js")
+    return page_of(subject, sections)
+
+
+def page_of(subject: Subject, sections: Sequence[Section]) -> str:
+    """A page of some sections."""
+    script = "\n".join(asset(f"{name}.js") for name in SCRIPTS)
+    modules = [section.module for section in sections if section.module]
     return Template(asset("page.html")).substitute(
         title=escape(f"{subject.name} on {subject.corpus.name}"),
-        fingerprint=fingerprint(script),
+        fingerprints=" ".join(f"'{fingerprint(code)}'" for code in (*modules, script)),
         style=f"{theme_css(':root')}\n{asset('page.css')}",
         summary=summary(subject),
         links="".join(f'<li><a href="#{section.id}">{escape(section.heading)}</a></li>' for section in sections),
         sections="\n".join(map(_html, sections)),
         data="\n".join(data_block(name, value) for s in sections for name, value in (s.data or {}).items()),
-        script=script,
+        scripts="\n".join(
+            [*(f'<script type="module">{code}</script>' for code in modules), f"<script>{script}</script>"]
+        ),
     )
 
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from loopfold.drawing.charts import learning_curves
+from loopfold.drawing.figure import TURNS
 from loopfold.feeding import Greedy, Pick, Sample
 from loopfold.generation import generate
 from loopfold.language.base import count_parameters
@@ -20,12 +22,13 @@ WRITTEN = {"word": 80, "subword": 120}  # tokens of a sample; of characters and 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: its id, its heading, its HTML, and the data that its script reads, by their ids."""
+    """A part of the page: its id, its heading, its HTML, the data that its script reads, by their ids, and a module."""
 
     id: str
     heading: str
     body: str
     data: Mapping[str, Any] | None = None
+    module: str = ""
 
 
 def summary(subject: Subject) -> str:
@@ -162,8 +165,21 @@ def the_curve(subject: Subject) -> Section:
     drawing = learning_curves(curves, lines)
     about = "The loss in training and on the valid text"
     rest = f"; across, how the run and its baselines do on the {subject.part} text" if lines else ""
-    body = figure(scroll_box(picture(drawing), "Learning curve"), f"{about}{escape(rest)}.", "wide curve")
+    body = figure(
+        scroll_box(picture(drawing), "Learning curve"), f"{about}{escape(rest)}.{_ends(curves)}", "wide curve"
+    )
     return Section("curve", "Learning curve", body)
+
+
+def _ends(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """The curves by their names and colours, for a screen on which those beside the picture have no room."""
+    last = {name: [y for _, y in points if math.isfinite(y)][-1:] for name, points in curves.items()}
+    items = [(name, y[0]) for name, y in last.items() if y]
+    lines = [
+        f'<li style="color: var(--lf-{use})">{escape(name)} {y:.3f}</li>'
+        for (name, y), use in zip(items, cycle(TURNS), strict=False)
+    ]
+    return f'<ul class="ends">{"".join(lines)}</ul>'
 
 
 def the_table(subject: Subject) -> Section:

@@ -12,6 +12,7 @@ from loopfold.comparison import ngrams, row_of
 from loopfold.errors import Argument, OptionError
 from loopfold.evaluation import Ledger
 from loopfold.language.recurrent import RecurrentLM
+from loopfold.probing import beginning
 from loopfold.text.corpus import Corpus
 from loopfold.training.run import Run
 from loopfold.training.table import Comparison, Row, baselines
@@ -52,9 +53,7 @@ class Subject:
         """The text to look at; longer than what is shown, so that units are judged by more of it."""
         if self.given is not None and not self.given.strip():
             raise OptionError("the passage is empty: give some text as ", Argument("passage"), ", or leave it out.")
-        text = self.given or self.run.text(self.part or "train")
-        text = text if isinstance(text, str) else text[: 1 << 20]  # of a long one
-        return text.lstrip("\n")[: 20 * SEEN]
+        return beginning(self.given or self.run.text(self.part or "train"))
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor]:
