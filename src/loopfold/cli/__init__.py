@@ -7,6 +7,7 @@ from loopfold.cli.training import train
 from loopfold.cli.models import compare, evaluate, generate
 from loopfold.cli.drawing import draw
 from loopfold.cli.pictures import gradients, report
+from loopfold.cli.play import play
 from loopfold.cli.runs import export, list_runs, pack
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "list_runs",
     "main",
     "pack",
+    "play",
     "report",
     "train",
 ]

@@ -1,0 +1,1 @@
+"""A page on which a network learns while you watch, for teachers; it needs no run."""
