@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import test_autocast
 import test_fused_gpu
+import test_seams
+import test_time_parallel
 import torch
 import zoo
 from test_engines import SINGLE, errors
@@ -25,7 +27,8 @@ from loopfold.engines import driver, looped, programs, replay, selfcheck
 from loopfold.language import readout
 from loopfold.language.base import losses
 from loopfold.language.readout import readout_losses
-from loopfold.states import leaves
+from loopfold.states import leaves, map_state, rebuild
+from loopfold.transitions import initial_state
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -426,3 +429,120 @@ print(float(first.double().sum()))
     outputs = {process.communicate(timeout=300)[0] for process in processes}
     assert len(outputs) == 1
     assert "" not in outputs
+
+
+# ------------------------------------------------------------------ engines around others
+
+
+def _both_ways(
+    cell: nn.Module, x: Tensor, start: Any, lengths: list[int] | None, engine: lf.Engine, only_last: bool = False
+) -> dict[str, Tensor]:
+    """The last states and, unless only these are asked for, all others; the gradients of everything."""
+    device, dtype = next((p.device, p.dtype) for p in cell.parameters())
+    given = [t.to(device, dtype).requires_grad_() for t in (x, *leaves(start))]
+    state = rebuild(start, given[1:])
+    run = lf.unfold(cell, given[0], state, lengths, engine, only_last=only_last)
+    found = {f"last {i}": leaf for i, leaf in enumerate(leaves(run.last))}
+    if not only_last:
+        found |= {f"states {i}": leaf for i, leaf in enumerate(leaves(run.states))}
+    weights = torch.Generator().manual_seed(5)
+    losses = [(v.double() * torch.randn(v.shape, generator=weights).to(v.device)).sum() for v in found.values()]
+    sources = {"x": given[0], **{f"start {i}": t for i, t in enumerate(given[1:])}, **dict(cell.named_parameters())}
+    gradients = torch.autograd.grad(torch.stack(losses).sum(), list(sources.values()))
+    found |= {f"∇{name}": g for name, g in zip(sources, gradients, strict=True)}
+    return {k: v.detach().double().cpu() for k, v in found.items()}
+
+
+def _forgetful(make: Callable[[int, int], nn.Module], n: int) -> nn.Module:
+    cell = make(4, n)
+    with torch.no_grad():
+        cell.get_parameter("W").mul_(0.3)
+    return cell
+
+
+INNER = [lf.Auto(), lf.FusedGPU(), lf.Looped()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("inner", INNER, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("make", [lf.Elman, lf.LSTM, lf.GRU], ids=lambda m: m.__name__)
+def test_engines_around_others_agree_on_a_gpu(
+    make: Callable[[int, int], nn.Module], inner: lf.Engine, dtype: torch.dtype
+) -> None:
+    """Pieces and chunks, of which the last is shorter; those that come often are captured as CUDA graphs."""
+    if isinstance(inner, lf.FusedGPU) and dtype == torch.float64:
+        return  # it has no kernel
+    torch.manual_seed(0)
+    cell, theirs = _forgetful(make, 17).double(), lf.Sequential()
+    ours = copy.deepcopy(cell).to("cuda", dtype)
+    chunks = lf.TimeParallel(inner, chunk=150)
+    engines = (lf.Checkpointed(inner, every=70), lf.Checkpointed(inner, memory="300 kB"), chunks)
+    for batch, lengths in ((1, None), (3, [401, 1, 230])):
+        x = torch.randn(401, batch, 4).double()
+        start = map_state(torch.randn_like, initial_state(cell, batch, x[0]))
+        for only_last in (False, True):
+            truth = _both_ways(cell, x, start, lengths, theirs, only_last)
+            bound = 1e-10
+            if dtype == torch.float32:
+                found = _both_ways(ours, x, start, lengths, theirs, only_last)
+                bound = max(5 * SINGLE, 20 * max(errors(found, truth).values()))
+            for engine in engines:
+                for _ in range(2):
+                    found = _both_ways(ours, x, start, lengths, engine, only_last)
+                    assert {k: error for k, error in errors(found, truth).items() if not error <= bound} == {}
+        assert chunks.report is not None
+        assert (chunks.report.agreed, chunks.report.backward_agreed) == (True, True), chunks.report
+
+
+@pytest.mark.parametrize("inner", [lf.FusedGPU(), lf.Looped()], ids=lambda e: type(e).__name__)
+def test_graphs_of_pieces_do_not_pile_up(inner: lf.Engine) -> None:
+    """Pieces of many lengths come and go; each graph that is kept holds the memory of a run."""
+    cell = lf.GRU(4, 17).cuda()
+    for tau in range(60, 100, 3):
+        gradients(cell, torch.randn(tau, 2, 4).cuda(), None, lf.Checkpointed(inner, every=10))
+    assert 1 <= len(graphs_of(cell)) <= replay.MOST_GRAPHS
+
+
+@pytest.mark.parametrize("inner", [lf.FusedGPU(), lf.Looped()], ids=lambda e: type(e).__name__)
+def test_checkpoints_save_memory_on_a_gpu(inner: lf.Engine) -> None:
+    def peak(engine: lf.Engine) -> int:
+        cell, x = lf.LSTM(8, 64).cuda(), torch.randn(4000, 8, 8, device="cuda")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        lf.unfold(cell, x, engine=engine, only_last=True).last_hidden.sum().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(lf.Checkpointed(inner, every=200)) < peak(inner) / 4
+
+
+def test_a_network_that_remembers_is_finished_in_sequence_on_a_gpu() -> None:
+    """From the first chunk on that does not begin where the one before it ends."""
+    cell = test_time_parallel.Fickle()
+    x = torch.randn(6000, 2, 1).double()
+    x[2000:3000] = 101.0
+    results = []
+    for device, engine in (("cpu", lf.Sequential()), ("cuda", chunks := lf.TimeParallel(lf.Looped(), chunk=100))):
+        own = x.to(device).requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", lf.EngineWarning)
+            hidden = lf.unfold(cell.to(device), own, engine=engine).hidden
+            found = torch.autograd.grad(hidden.sin().sum(), [own, *cell.parameters()])
+        results.append([t.detach().cpu() for t in (hidden, *found)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    assert chunks.report is not None
+    assert not chunks.report.agreed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_network_that_keeps_its_numbers_is_run_side_by_side_on_a_gpu(dtype: torch.dtype) -> None:
+    cell, x, start = test_seams.Sum(), torch.randn(3000, 2, 3).double(), torch.randn(2, 3).double()
+    for lengths in (None, [3000, 2100]):
+        truth = _both_ways(cell.cpu().double(), x, start, lengths, lf.Sequential())
+        chunks = lf.TimeParallel()
+        found = _both_ways(cell.to("cuda", dtype), x, start, lengths, chunks)
+        report = chunks.report
+        assert report is not None
+        assert (report.agreed, report.backward_agreed, report.forgets) == (True, True, None), report
+        assert max(errors(found, truth).values()) <= (1e-10 if dtype == torch.float64 else 1e-4)

@@ -452,7 +452,8 @@ def test_every_engine_writes_what_the_loop_over_next_writes(engine: lf.Engine) -
 
 
 def test_a_recurrent_model_writes_in_a_compiled_loop() -> None:
-    from loopfold.engines.auto import Auto, explain
+    from loopfold.engines.auto import Auto
+    from loopfold.engines.explaining import explain
     from loopfold.feedback import _steps
     from loopfold.unfolding import checked
 

@@ -29,10 +29,11 @@ from loopfold import comparison
 from loopfold.cli import base
 from loopfold.language import ngram
 from loopfold.report.subject import Subject
+from loopfold.telling import telling
 from loopfold.text import corpus as corpora
 from loopfold.text import long, overlap, tokens
 from loopfold.text.corpus import CorpusError, _split, read_corpus, read_text
-from loopfold.text.long import Gathering, LongText, Text, cuts, lines, telling
+from loopfold.text.long import Gathering, LongText, Text, cuts, lines
 from loopfold.text.overlap import share_in
 from loopfold.text.streams import Streams
 
@@ -556,7 +557,7 @@ def test_a_run_that_was_killed_goes_on_from_its_token_files(tmp_path: Path, cach
 
 def test_how_far_a_long_text_is_read_is_told(written: str, tmp_path: Path, all_long: None) -> None:
     told: list[tuple[str, int, int]] = []
-    with telling(lambda *what: told.append(what)):
+    with telling(lambda *what: told.append(what[:3])):
         lf.train(replace(small(written), epochs=0.01, warmup=None), tmp_path / "run")
     kinds = [*dict.fromkeys(doing for doing, _, _ in told)]
     assert kinds == ["reading a.txt", "learning the vocabulary", "encoding the text"]
@@ -577,7 +578,7 @@ def test_a_command_shows_how_far_it_has_read(
     clock = iter(range(0, 1000, 8))
     monkeypatch.setattr(base.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: live)
-    with base._reading():
+    with base._telling():
         for done in (100, 200, 300):
             long.tell("reading a\x1b.txt", done * 10**6, 300 * 10**6)
     assert capsys.readouterr().err.replace("\r\x1b[K", "|") == (
@@ -586,6 +587,6 @@ def test_a_command_shows_how_far_it_has_read(
         else "reading a\\x1b.txt: 200 of 300 MB\n"
     )
     monkeypatch.setattr(sys, "argv", ["loopfold", "train", "-q"])
-    with base._reading():
+    with base._telling():
         long.tell("reading", 1, 1)
     assert capsys.readouterr().err == ""

@@ -631,7 +631,7 @@ def test_a_missing_file_is_named(kind: str, copy: Path) -> None:
 def test_no_run_folder(tmp_path: Path, text: Path) -> None:
     with pytest.raises(RunError, match=rf"there is no run folder {tmp_path / 'none'}\. `loopfold train` makes one"):
         resume(tmp_path / "none")
-    with pytest.raises(RunError, match=f"there is no run folder {text}"):
+    with pytest.raises(RunError, match=f"{text} is a file, not a run folder"):
         resume(text)
     with pytest.raises(RunError, match="is not a run folder: it has no config.json"):
         resume(tmp_path)

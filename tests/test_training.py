@@ -20,7 +20,7 @@ from loopfold.language.recurrent import RecurrentLM
 from loopfold.states import leaves
 from loopfold.text.corpus import read_corpus
 from loopfold.text.vocabulary import Characters
-from loopfold.training import loop
+from loopfold.training import cells, loop
 from loopfold.training.cells import make_cell
 from loopfold.training.folder import RunError, RunFolder
 from loopfold.training.loop import Diverged, Run, open_run, resume, train
@@ -319,7 +319,11 @@ def test_the_run_returned_is_the_best_on_the_valid_text_not_the_last(text: Path,
         assert ledger.nats_per_token == pytest.approx(min(curve), rel=1e-9)
 
 
-def test_before_the_first_evaluation_the_newest_weights_are_the_best(text: Path, tmp_path: Path) -> None:
+def test_before_the_first_evaluation_the_newest_weights_are_the_best(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "_files", {__file__})  # an error of a watcher is not blamed on a cell beside it
+
     class Enough(Exception):
         pass
 
@@ -898,3 +902,19 @@ def test_what_a_cell_keeps_of_the_trial_does_not_reach_training(text: Path, tmp_
     )
     options = small(text, cell=f"{tmp_path / 'keeps.py'}:Keeps", epochs=0.1)
     train(options, tmp_path / "run")
+
+
+def test_a_run_that_was_trained_for_a_gpu_is_opened_there_if_one_is(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    run = train(small(text, device="auto"), tmp_path / "run")
+
+    def on_the_cpu(device: str) -> str:
+        asked.append(device)
+        return "cpu"
+
+    monkeypatch.setattr("loopfold.training.run.check_device", on_the_cpu)
+    for device in (None, "cpu"):
+        open_run(run.path, device)
+    assert asked == ["auto", "cpu"]

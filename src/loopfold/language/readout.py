@@ -6,10 +6,12 @@ is computed for some rows at a time, and its gradient turned into those of `h`, 
 Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024).
 """
 
+import math
 import threading
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loopfold.casts import casts, with_casts
@@ -127,6 +129,11 @@ def _in_pieces(
 
     Softmax, losses and sums are of single precision at least, and so is what is returned; products are of h's dtype.
     """
+    short = _short(V)
+    if short:  # classes that never are
+        V, c = F.pad(V, (0, 0, 0, short)), F.pad(c, (0, short), value=-math.inf)
+        nll, (dh, dV, dc) = _in_pieces(h, V, c, y, weights, pieces, wanted)
+        return nll, [dh, dV if dV is None else dV[:-short], dc if dc is None else dc[:-short]]
     exact = torch.promote_types(h.dtype, torch.float32)
     n, V_T = len(V), V.T
     nll, x, targets = torch.empty(y.shape, dtype=exact, device=h.device), h.flatten(0, -2), y.flatten()[:, None]
@@ -158,6 +165,11 @@ def _in_pieces(
         if dc is not None:
             dc += p.sum(0)
     return nll, [None if t is None else t.view(of.shape) for t, of in zip(found, (h, V, c), strict=True)]
+
+
+def _short(V: Tensor) -> int:
+    """How many rows V lacks for a GPU to multiply it fast, which wants whole 16 bytes in each row of a result."""
+    return -len(V) % 8 if V.is_cuda and V.dtype.itemsize == 2 else 0
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -21,7 +21,8 @@ from shlex import quote
 from typing import IO, TextIO
 
 from loopfold.errors import Mendable
-from loopfold.text.long import LARGE, Gathering, Read, Text, size_of, tell, utf8_of
+from loopfold.telling import tell
+from loopfold.text.long import LARGE, Gathering, Read, Text, size_of, utf8_of
 
 PYTHON_DOCS = "python-docs"
 LEAST = 100  # characters of training text

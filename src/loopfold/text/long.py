@@ -5,9 +5,7 @@ import io
 import logging
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import IO, Any
 from weakref import finalize
 
 from loopfold.files import cache_folder
+from loopfold.telling import tell
 
 LARGE = 1 << 25  # bytes of UTF-8 from which on a text is long
 CHUNK = 1 << 18  # characters or bytes that are read at a time
@@ -209,24 +208,3 @@ def lines(text: Text, doing: str = "") -> Iterator[str]:
         length += len(piece) - start
     if length:
         yield "".join(held)
-
-
-# ------------------------------------------------------------------ what takes long, while it does
-
-_shown: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("_shown", default=None)
-
-
-@contextmanager
-def telling(show: Callable[[str, int, int], None]) -> Iterator[None]:
-    """While open, `show(what, done, of)` is called on the way through a long text, in bytes; 0 where no one knows."""
-    before = _shown.set(show)
-    try:
-        yield
-    finally:
-        _shown.reset(before)
-
-
-def tell(doing: str, done: int, of: int) -> None:
-    show = _shown.get()
-    if doing and show is not None:
-        show(doing, done, of)

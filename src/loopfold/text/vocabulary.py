@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopfold.errors import Argument, OptionError, Spelt
 from loopfold.states import whole_number
 from loopfold.text.long import Text, cuts, lines
 from loopfold.text.tokens import Encoded, Tokens, in_file, in_memory, smallest
@@ -206,7 +207,8 @@ class Words(Vocabulary):
         has the word `<unk>`, since its rare words have then been replaced already.
         """
         if max_size is not None and whole_number("Words", "max_size", max_size) < 3:
-            raise ValueError(f"Words needs max_size of 3 or more, for <unk>, <eos> and a word; got {max_size}.")
+            needs = Spelt("Words needs max_size", ("words need ", Argument("vocabulary_size")))
+            raise OptionError(needs, f" of 3 or more, for <unk>, <eos> and a word; got {max_size}.")
         closed = any("<unk>" in piece and _UNKNOWN.search(piece) for piece in lines(text))
         least = (1 if closed else 2) if min_count is None else whole_number("Words", "min_count", min_count)
         counts: Counter[str] = Counter()
@@ -347,7 +349,8 @@ class Subwords(OfBytes):
     @classmethod
     def of(cls, text: Text, size: int = 2000) -> "Subwords":
         if whole_number("Subwords", "size", size) < 256:
-            raise ValueError(f"Subwords needs a size of 256 or more, since every byte is a token; got {size}.")
+            needs = Spelt("Subwords needs a size", ("subwords need ", Argument("vocabulary_size")))
+            raise OptionError(needs, f" of 256 or more, since every byte is a token; got {size}.")
         library = _library()
         tokenizer = cls._cutting(library.models.BPE())
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()

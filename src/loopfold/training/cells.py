@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,25 @@ def make_cell(name: str, input_size: int, hidden_size: int, **starts: Any) -> nn
 
     `starts` are how it starts, `recurrent_init` and `forget_bias`; those that a class does not take are refused.
     """
+    return maker_of(name)(input_size, hidden_size, **starts)
+
+
+def maker_of(name: str) -> Callable[..., nn.Module]:
+    """The same for several cells, `(input_size, hidden_size, **starts)`: the file of the user's own is run once."""
     if ":" not in name:
         if name.endswith(".py"):
             raise OptionError(f"{name} may hold several classes; say which one is the cell: {name}:MyCell.")
-        stock = CELLS[choose("cell", name, tuple(CELLS))]
-        _check_starts(stock, name, starts)
-        return stock(input_size, hidden_size, **starts)
+        return partial(_stock, name, CELLS[choose("cell", name, tuple(CELLS))])
     path, _, wanted = name.rpartition(":")
-    kind = _load_class(Path(path), wanted)
+    return partial(_own, path, wanted, _load_class(Path(path), wanted))
+
+
+def _stock(name: str, kind: Any, input_size: int, hidden_size: int, **starts: Any) -> nn.Module:
+    _check_starts(kind, name, starts)
+    return kind(input_size, hidden_size, **starts)
+
+
+def _own(path: str, wanted: str, kind: Any, input_size: int, hidden_size: int, **starts: Any) -> nn.Module:
     _check_starts(kind, wanted, starts)
     failed = (
         f"{wanted} of {path} could not be made as {wanted}({input_size}, {hidden_size}), its input size and hidden size"

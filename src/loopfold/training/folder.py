@@ -151,11 +151,15 @@ class RunFolder(StoredRun):
         try:
             if path.suffix == PACKED and path.is_file():
                 raise RunError(f"{path} is a packed run, which can be read but not trained: name its folder.")
+            if path.is_file():
+                raise RunError(f"{path} is a file, not a run folder: name the folder that `loopfold train` made.")
             if not path.is_dir():
                 raise RunError(f"there is no run folder {path}. `loopfold train` makes one and says where.")
             os.lstat(path / "config.json")
         except FileNotFoundError as error:
-            raise RunError(f"{path} is not a run folder: it has no config.json.") from error
+            inside = sorted(below.parent for below in path.glob("*/config.json"))
+            such = [f" Name one of the runs in it, such as {run}: `loopfold list {path}` shows them." for run in inside]
+            raise RunError(f"{path} is not a run folder: it has no config.json.{''.join(such[:1])}") from error
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}.") from error
         if not os.path.lexists(path / "checkpoint.json"):

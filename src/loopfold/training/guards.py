@@ -130,6 +130,14 @@ class Interrupts:
             raise KeyboardInterrupt
         self.number = number
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While a watcher is told something: where nobody reads it any more, as after `| head`, the run is to stop."""
+        try:
+            yield
+        except BrokenPipeError:
+            self.number = self.number or getattr(signal, "SIGPIPE", signal.SIGTERM)
+
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

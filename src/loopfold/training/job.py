@@ -122,7 +122,7 @@ class New:
         else:
             model = model_with(options, vocabulary.size, weights_of(start.model), start.path)
         try_step(model, options)  # before anything is written: a cell may not fit
-        notes = _notes(corpus, tokens, start) + _in_vain(options, tokens)
+        notes = _notes(corpus, tokens, start) + _shares(options) + _in_vain(options, tokens)
         return New(options, corpus, vocabulary, model, tokens, notes, None if start is None else _origin(start))
 
     def place(self, out: str | Path | None) -> Path:
@@ -203,6 +203,16 @@ def _notes(corpus: Corpus, tokens: Tokens, start: Run | None) -> tuple[str, ...]
     return tuple(notes)
 
 
+def _shares(options: Options) -> tuple[str, ...]:
+    """What a split comes to whose shares are no percentages: 8/1/1 is meant so, and 90/10/10 is perhaps not."""
+    whole = sum(options.split)
+    if options.valid is not None or options.test is not None or abs(whole - 100) < 1e-6 or abs(whole - 1) < 1e-6:
+        return ()
+    typed = "/".join(f"{share:g}" for share in options.split)
+    meant = "/".join(f"{100 * share / whole:.3g}" for share in options.split)
+    return (f"the shares {typed} add up to {whole:g}, not to 100: the text is split {meant} %",)
+
+
 def _in_vain(options: Options, tokens: Tokens) -> tuple[str, ...]:
     """What was chosen and cannot come to pass in a run of this length, or on this device."""
     steps, epoch = options.steps(len(tokens)), len(streams_of(options, tokens))
@@ -215,6 +225,12 @@ def _in_vain(options: Options, tokens: Tokens) -> tuple[str, ...]:
         )
     if options.schedule == "step" and options.decay_after >= options.epochs:
         notes.append(f"the learning rate never falls: the run is over before {options.decay_after} epochs are")
+    rows = len(tokens) // min(options.streams, len(tokens))
+    if epoch == 1 and rows < options.window:
+        notes.append(
+            f"an epoch is one step, of windows of {rows:,}, since {options.streams:,} streams share {len(tokens):,} "
+            f"{tokens.unit}s: fewer streams give more steps"
+        )
     if options.precision == "bf16" and options.device == "cpu":
         notes.append("most CPUs take longer in bf16 than in float32")
     return tuple(notes)

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from loopfold.evaluation import perplexity
 from loopfold.language.base import Context
 from loopfold.processes import Processes, join_processes
 from loopfold.states import detached, leaves, map_state
+from loopfold.telling import telling
 from loopfold.text.corpus import read_corpus
 from loopfold.text.streams import Streams, Window
 from loopfold.text.vocabulary import Vocabulary
@@ -132,12 +133,8 @@ def _go_on(job: Job, processes: Processes, watcher: Watcher, save_every: float) 
     job.model.to(check_device(job.options.device))
     folder = job.folder
 
-    def failed() -> str:
-        return f"training stopped; the last checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}"
-
     with torch.random.fork_rng(devices=[]), Interrupts() as interrupts, watcher, together(folder.path):
-        with blaming(failed):
-            _loop(job, processes, watcher, interrupts, save_every)
+        _loop(job, processes, watcher, interrupts, save_every)
         processes.any(False)  # until the first process has written the last checkpoint
     return open_run(folder.path, trust=True)
 
@@ -150,6 +147,7 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
     steps = options.steps(len(streams.ids))
     evaluate_every = options.evaluate_every or len(streams)
     cold = model.initial_context(streams.count)
+    device = cold.last.device
 
     optimiser, average = make_optimiser(options, model), PolyakAverage(model)
     progress, entries = Progress.of(folder), folder.metrics
@@ -162,9 +160,14 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         learned = any(leaf.requires_grad for leaf in leaves(cold))
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=learned)
     size = len(streams), len(job.train_tokens)
-    watcher.begin(Plan(str(folder.path), options, model, steps, *size, progress.step, job.notes))
+    with interrupts.watched():
+        watcher.begin(Plan(str(folder.path), options, model, steps, *size, progress.step, job.notes))
     begun = saved_at = time.monotonic()
     already = progress.seconds
+    unread: list[tuple[int, int, Tensor]] = []  # steps, their tokens, their loss and gradient's norm
+
+    def failed() -> str:
+        return f"training stopped; the last checkpoint, of step {folder.checkpoint['step']}, is in {folder.path}"
 
     def save(best: bool) -> None:
         whole = processes.gather(context)
@@ -184,51 +187,52 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         rate = rate_of(options, progress.step, steps, len(streams), progress.decays)
         for group in optimiser.param_groups:  # a longer window has more to say (Merity et al., 2018)
             group["lr"] = rate * (len(window.tokens) / options.window if options.vary_window else 1)
-        torch.manual_seed(_seed(options, progress.step, processes))  # so dropout depends on the step alone
+        _seed(options, progress.step, processes, device)  # so dropout depends on the step alone
         share = processes.count / count  # a mean over all processes' tokens, once DDP has averaged
-        nll, norm, context = gradient_of(options, parallel, window, context, cold, share)
+        with blaming(failed):
+            nll, norm, context = gradient_of(options, parallel, window, context, cold, share)
 
-        # what the processes must agree on
-        due = time.monotonic() - saved_at > save_every
-        figures = torch.stack([nll.double().sum(), norm.double()]).cpu()
-        flags = torch.tensor([float(interrupts.number), float(due and processes.first)], dtype=torch.float64)
-        total, norms, stop, due_now = processes.sum(torch.cat([figures, flags])).tolist()
-        if not math.isfinite(total + norms):
-            raise diverged(folder, progress.step + 1, "loss", total / count, norms / processes.count)
         optimiser.step()
         if options.average == "tail":
             progress = replace(progress, average_from=tail_from(options, progress.step, steps, progress.average_from))
         average.clear() if progress.average_from is None else average.add()
-        progress = replace(
-            progress,
-            step=progress.step + 1,
-            nll=progress.nll + total,
-            tokens=progress.tokens + count,
-            seconds=already + time.monotonic() - begun,
-        )
-        watcher.step(progress.step, total / count)
+        progress = replace(progress, step=progress.step + 1, seconds=already + time.monotonic() - begun)
+        unread.append((progress.step, count, torch.stack([nll.double().sum(), norm.double()])))
 
-        # the learning curve
+        # what the processes must agree on
+        due = time.monotonic() - saved_at > save_every
+        stop, due_now = processes.sum(torch.tensor([interrupts.number, int(due and processes.first)])).tolist()
         at_end = progress.step == steps
         in_turn = progress.step % evaluate_every == 0
         evaluate = len(job.valid_tokens) > 0 and (in_turn or at_end)
+        log = progress.step % LOG_EVERY == 0 or evaluate or at_end
+        if log or stop or due_now or device.type != "cuda":  # else a GPU would have to wait for Python after every step
+            for step, tokens, total, mean_norm in _read(unread, processes):
+                if not math.isfinite(total + mean_norm):
+                    raise diverged(folder, step, "loss", total / tokens, mean_norm)
+                progress = replace(progress, nll=progress.nll + total, tokens=progress.tokens + tokens)
+                with interrupts.watched():
+                    watcher.step(step, total / tokens)
+            unread.clear()
+
+        # the learning curve
         best = progress.best is None  # until there is an evaluation, the newest
-        if progress.step % LOG_EVERY == 0 or evaluate or at_end:
+        if log:
             entry = {
                 "step": progress.step,
                 "epoch": progress.step / len(streams),
                 "train": progress.nll / progress.tokens,
-                "gradient_norm": norms / processes.count,
+                "gradient_norm": mean_norm,
                 "learning_rate": rate,
                 "seconds": progress.seconds,
             }
             entries.append(entry)
             progress = replace(progress, nll=0.0, tokens=0)
             if evaluate:
-                with average.applied():
+                with blaming(failed), average.applied(), telling(None):  # the watcher shows how far the run is
                     ledger = perplexity(model, job.valid_tokens, processes=processes)
                 if math.isnan(ledger.nll):
-                    raise diverged(folder, progress.step, "valid loss", ledger.nll, norms / processes.count)
+                    raise diverged(folder, progress.step, "valid loss", ledger.nll, mean_norm)
                 entry["train_since_valid"] = _since_valid(entries, streams)
                 entry["valid"] = ledger.nats_per_token
                 best = progress.best is None or ledger.nats_per_token < progress.best
@@ -243,7 +247,8 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
                     progress = replace(progress, average_from=progress.step if found else None)
             if processes.first:
                 folder.log(entry)
-            watcher.entry(entry)
+            with interrupts.watched():
+                watcher.entry(entry)
         if evaluate or at_end or stop or due_now:
             save(best)
             saved_at = time.monotonic()
@@ -262,7 +267,8 @@ def gradient_of(
     """
     device = context.last.device
     with autocast_of(options, device.type):
-        scored = model(window.tokens.to(device), context, window.lengths)
+        tokens = window.tokens.pin_memory() if device.type == "cuda" else window.tokens
+        scored = model(tokens.to(device, non_blocking=True), context, window.lengths)
         loss = scored.loss(share)
     model.zero_grad()
     loss.backward()
@@ -286,5 +292,16 @@ def _since_valid(entries: Sequence[Mapping[str, Any]], streams: Streams) -> floa
     return nll / (streams.tokens_to(end) - streams.tokens_to(before["step"]))
 
 
-def _seed(options: Options, step: int, processes: Processes) -> int:
-    return ((options.seed << 40) + step * processes.count + processes.rank) % (1 << 63)
+def _read(unread: Sequence[tuple[int, int, Tensor]], processes: Processes) -> Iterator[tuple[int, int, float, float]]:
+    """Steps, their tokens, their loss and their gradient's norm: of all processes together, and the mean of theirs."""
+    figures = processes.sum(torch.stack([pair for *_, pair in unread]).cpu()).tolist()
+    for (step, tokens, _), (total, norms) in zip(unread, figures, strict=True):
+        yield step, tokens, total, norms / processes.count
+
+
+def _seed(options: Options, step: int, processes: Processes, device: torch.device) -> None:
+    seed = ((options.seed << 40) + step * processes.count + processes.rank) % (1 << 63)
+    if device.type == "cpu":  # torch.manual_seed asks every kind of device, which takes longer than some steps
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

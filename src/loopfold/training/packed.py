@@ -40,6 +40,11 @@ class PackedRun(StoredRun):
         try:
             return members(self.path)
         except ValueError as error:
+            if self.path.suffix != PACKED:
+                raise RunError(
+                    f"{self.path} is neither a run folder nor a packed run: name a folder that loopfold train made, or "
+                    f"a file that loopfold pack made, whose name ends in {PACKED}."
+                ) from error
             raise RunError(
                 f"{self.path} is not a packed run, or is damaged: {str(error).rstrip('.')}. Name a run folder, or a "
                 "file that loopfold pack made."

@@ -142,19 +142,21 @@ class Run:
         return torch.cat([torch.full_like(y[:1], self.vocabulary.size), y[:-1]]), y
 
 
-def open_run(path: str | Path, device: str = "cpu", *, trust: bool = False, text: Sequence[str] = ()) -> Run:
+def open_run(path: str | Path, device: str | None = "cpu", *, trust: bool = False, text: Sequence[str] = ()) -> Run:
     """The run in a folder or a packed file, ready to be evaluated and to generate. It may be training at the same time.
 
     Only what it needs for that is read and checked: options, vocabulary and weights. So nothing else must be there.
 
-    `trust`  run the code of its `cell.py`, where it has one; needed once for each that you have not trained with
-    `text`   the new place of its text, where that has moved; one for each source, in the old order, or a folder
+    `device`  where its model is to be; None: a GPU if it was trained for one and one is there, otherwise the CPU
+    `trust`   run the code of its `cell.py`, where it has one; needed once for each that you have not trained with
+    `text`    the new place of its text, where that has moved; one for each source, in the old order, or a folder
     """
-    device = check_device(device)
+    device = None if device is None else check_device(device)
     stored = find_run(Path(path))
     found = steadily(stored, lambda: _read(stored))
     check_trust(stored, trust)
     model = model_with(found.options, found.vocabulary.size, found.weights, stored.path / found.best)
+    device = device or check_device("cpu" if found.options.device == "cpu" else "auto")
     return Run(
         stored,
         found.options,
@@ -234,16 +236,30 @@ def check_device(device: str) -> str:
 
 def read_again(options: Options, folder: StoredRun, moved: Sequence[str] = ()) -> Corpus:
     """The text of a run; `moved` names its new places, as in `moved_to`. It must be the one that the run began with."""
-    options = moved_to(options, moved)
+    old, options = options.texts, moved_to(options, moved)
+    named = all(map(os.path.lexists, moved))  # else reading what was named says what is wrong
     for source in options.texts:
-        if not moved and source != PYTHON_DOCS and not os.path.lexists(source):
-            gone = f"the text of {folder.path} was {source}, which is not there. Name the place where it is with "
-            raise RunError(gone, Argument("text"), "; a packed run holds none." if folder.path.is_file() else ".")
+        if named and source not in ("-", PYTHON_DOCS) and not os.path.lexists(source):
+            raise _gone(source, old, folder, moved)
         if is_there_once(source):
             raise RunError(f"the text of {folder.path} is {source}, which is not a file and cannot be read again.")
     corpus = read_corpus(options.sources, options.split, options.valid, options.test)
     check_same_text(corpus, folder)
     return corpus
+
+
+def _gone(source: str, old: Sequence[str], folder: StoredRun, moved: Sequence[str]) -> RunError:
+    """That a text is not there; with new places, all that were tried for it."""
+    if not moved:
+        gone = f"the text of {folder.path} was {source}, which is not there. Name the place where it is with "
+        return RunError(gone, Argument("text"), "; a packed run holds none." if folder.path.is_file() else ".")
+    name, names = Path(source).name, [Path(text).name for text in old]
+    tried = dict.fromkeys([*(str(Path(place) / name) for place in moved if Path(place).is_dir()), source])
+    return RunError(
+        f"{name}, which {folder.path} was trained with, is not there; tried {' and '.join(tried)}. With ",
+        Argument("text"),
+        f", name a folder that holds {' and '.join(names)}, or one place for each, in this order.",
+    )
 
 
 def moved_to(options: Options, places: Sequence[str]) -> Options:

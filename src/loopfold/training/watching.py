@@ -110,16 +110,23 @@ class Several(Watcher):
 class Terminal(Watcher):
     """A line for every evaluation; below them, a live one with the loss, tokens a second and the time left.
 
-    `loss` is the mean of the last 50 steps, `train` that of all tokens since the evaluation before. Where there is no
-    terminal to draw on, such as in a log file, the live line is printed every ten seconds.
+    `loss` is the mean of the last 50 steps, `train` that of all tokens since the evaluation before; without a valid
+    text there is a line for every epoch, with the mean of its steps. Where there is no terminal to draw on, such as in
+    a log file, the live line is printed every ten seconds.
     """
 
     def __init__(self, name: str = "training") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        class Told(Console):
+            def on_broken_pipe(self) -> None:
+                """Nobody reads it any more. Rich would end the process, and all since the last checkpoint be lost."""
+                self.quiet = True
+                raise
+
         self.name = name
-        self.console = Console(stderr=True)
+        self.console: Console = Told(stderr=True)
         self.live = self.console.is_interactive or self.console.is_jupyter
         self.progress = Progress(
             TextColumn(name),
@@ -137,6 +144,8 @@ class Terminal(Watcher):
         self.plan = plan
         self.begun = self.since = time.monotonic()
         self.at = plan.begin
+        self.evaluated = plan.options.holds_out("valid")
+        self.unseen: list[float] = []  # losses of the steps since the last line, where nothing is evaluated
         if self.live:
             self.progress.start()
         self.task = self.progress.add_task(
@@ -145,10 +154,13 @@ class Terminal(Watcher):
         notes = [f"note: {note}" for note in plan.notes] if self.name == "training" else []  # of a baseline: again
         for line in (str(plan), *notes, f"run folder {plan.path}"):
             self._print(line)
-        self._print(f"{'epoch':>6} {'step':>7} {'train':>7} {'valid':>7} {'perplexity':>11}")
+        valid = f" {'valid':>7} {'perplexity':>11}" if self.evaluated else ""
+        self._print(f"{'epoch':>6} {'step':>7} {'train':>7}{valid}")
 
     def step(self, step: int, loss: float) -> None:
         self.losses.append(loss)
+        if not self.evaluated:
+            self._in_training(step, loss)
         now = time.monotonic()
         seconds = now - self.since
         if seconds < (SHOWN_EVERY if self.live else PRINTED_EVERY) and not (self.live and step == self.plan.steps):
@@ -173,10 +185,21 @@ class Terminal(Watcher):
         self.progress.update(self.task, curve=sparkline(self.curve))
         count = entry.get("averaged", 0)
         averaged = f"  mean weights of {count:,} step{'s'[: count > 1]}" if count else ""
+        epoch = shown_epoch(entry["epoch"])
         self._print(
-            f"{entry['epoch']:>6.1f} {entry['step']:>7,} {entry['train_since_valid']:>7.3f} {entry['valid']:>7.3f} "
+            f"{epoch:>6} {entry['step']:>7,} {entry['train_since_valid']:>7.3f} {entry['valid']:>7.3f} "
             f"{math.exp(min(entry['valid'], 700)):>11.2f}{averaged}"
         )
+
+    def _in_training(self, step: int, loss: float) -> None:
+        """Without a valid text: a line for every epoch, and for the last step."""
+        self.unseen.append(loss)
+        if step % self.plan.steps_per_epoch == 0 or step == self.plan.steps:
+            mean = sum(self.unseen) / len(self.unseen)
+            self.curve.append(mean)
+            self.progress.update(self.task, curve=sparkline(self.curve))
+            self._print(f"{shown_epoch(step / self.plan.steps_per_epoch):>6} {step:>7,} {mean:>7.3f}")
+            self.unseen.clear()
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -187,6 +210,15 @@ class Terminal(Watcher):
     def __exit__(self, *_: object) -> None:
         if self.progress.live.is_started:
             self.progress.stop()
+
+
+def shown_epoch(epoch: float) -> str:
+    """How many epochs have passed: of less than a tenth, two digits that are not 0.
+
+    >>> shown_epoch(3.25), shown_epoch(1), shown_epoch(0.5), shown_epoch(0.0213)
+    ('3.2', '1.0', '0.5', '0.021')
+    """
+    return f"{epoch:.1f}" if epoch >= 0.1 else f"{epoch:.2g}"
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:
