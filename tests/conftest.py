@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -26,6 +27,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a module, which makes it as `home`, as the one that commands are typed in."""
+    monkeypatch.chdir(home)
+    return home
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile as in a new process, and nothing left of it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

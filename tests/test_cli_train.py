@@ -437,7 +437,7 @@ def test_several_texts_that_moved(run: Path, text: Path) -> None:
     shutil.rmtree("old")
     shutil.copytree("two", "three")
     refused("which is not there", "train", "--resume", "two")
-    refused("there is no file .*old/valid.txt", "train", "--resume", "two", "--text", "new/a.txt")
+    refused("valid.txt, .*, is not there; tried .*old/valid.txt", "train", "--resume", "two", "--text", "new/a.txt")
     ok("train", "--resume", "two", "--text", "new")
     ok("train", "--resume", "three", "--text", "new/a.txt", "--text", "new/valid.txt")
     for name in ("two", "three"):

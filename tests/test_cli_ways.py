@@ -43,12 +43,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(home)
-    return home
-
-
 def test_settings_that_are_given(here: Path) -> None:
     run = lf.open_run("run")
     tokens, train = run.tokens("test"), run.tokens("train").ids

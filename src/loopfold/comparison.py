@@ -48,7 +48,7 @@ def compare(
     first = runs[0]
     for run in runs[1:]:
         if run.config["corpus"]["sha256"] != first.config["corpus"]["sha256"]:
-            raise RunError(f"{run.path} was trained on another text than {first.path}: they cannot be compared.")
+            raise RunError(f"{_otherwise(first, run)}: they cannot be compared.")
     text = first.text(part)
     tokens = first.vocabulary.encode(text)
     rows = ngrams(first, tokens)
@@ -58,6 +58,19 @@ def compare(
         name = run.name + (f" ({run.path.name})" if len(runs) > 1 else "")
         rows.append(row_of(run, name, run.vocabulary.encode(text)))
     return rows
+
+
+def _otherwise(first: Run, run: Run) -> str:
+    """What is not the same in the texts of two runs."""
+    a, b = (r.options.from_anywhere() for r in (first, run))
+    for part in ("test", "valid"):
+        without = [r.path for r in (first, run) if not r.options.holds_out(part)]
+        if a.sources == b.sources and len(without) == 1:
+            other = first.path if without[0] == run.path else run.path
+            return f"{without[0]} has no {part} text, and {other} has one"
+    if a.sources == b.sources and a.split != b.split:
+        return f"{run.path} was trained on another part of the same text than {first.path}"
+    return f"{run.path} was trained on another text than {first.path}"
 
 
 def ngrams(run: Run, tokens: Tokens) -> list[Row]:

@@ -16,6 +16,7 @@ from loopfold.language.base import Context, LanguageModel, Scored
 from loopfold.language.recurrent import as_language_model
 from loopfold.processes import Processes
 from loopfold.states import alive, in_evaluation, leaves, map_state, whole_number
+from loopfold.telling import tell
 from loopfold.text.streams import WHOLE, Streams
 from loopfold.text.vocabulary import Tokens
 
@@ -292,6 +293,9 @@ def _carried(
     At first every stream begins cold. Then each begins again where the one before it has ended, and is read until the
     context at the end of a window is what it was before: from there on nothing can change. This is repeated until no
     beginning moves. The first k streams are right after k rounds at the latest; a model that forgets takes two.
+
+    `TimeParallel` is not used for it: that is given one recurrence, and holds the states of all steps; here any model
+    is read window by window, its losses are summed up as they come, and streams are shared out among processes.
     """
     count = min(streams, len(ids)) // processes.count * processes.count
     if not count:
@@ -312,6 +316,8 @@ def _carried(
             if hidden:
                 states[i] = hidden_of(model, scored)
             context = map_state(Tensor.clone, scored.context)  # not the states of all steps, of which it is a view
+            if starts is cold:  # what comes after is little
+                tell("scoring", len(ids) * (i + 1) // len(part), len(ids), "tokens")
             if i < KEPT:
                 before, ends[i] = ends[i], context
                 if before is not None and _same(context, before):

@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
-from zipfile import ZIP_STORED, ZipFile, ZipInfo
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -94,6 +94,8 @@ def _archive(path: Path) -> Iterator[ZipFile]:
             yield archive
     except (OSError, ValueError):
         raise
+    except BadZipFile as error:
+        raise ValueError("it is cut off, or was never one") from error
     except Exception as error:  # the library has many
         raise ValueError(str(error).strip("'\"") or "it ends too soon") from error
 

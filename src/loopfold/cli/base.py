@@ -12,15 +12,43 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from loopfold.cli.usage import usage
 from loopfold.errors import Argument, Mendable, Spelt
 from loopfold.training.options import Options
 
-app = typer.Typer(
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _flags_alone(parameters: list[Any]) -> list[Any]:
+    """For the help, where a flag is shown as it is typed: `--quiet` and not `--quiet <bool>`."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_alone(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_alone(super().get_params(ctx))
+
+
+class _App(typer.Typer):
+    def command(self, *names: Any, **options: Any) -> Callable[[Function], Function]:
+        return super().command(*names, cls=_Command, **options)
+
+
+app = _App(
+    cls=_Group,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -58,6 +86,13 @@ TrustOption = Annotated[
 ]
 devices = completing("cpu", "cuda", "auto")
 DeviceOption = Annotated[str, typer.Option(help=Options.about("device"), autocompletion=devices)]
+AsTrainedOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{Options.about('device')} By default a GPU where the run was trained for one and one is there.",
+        autocompletion=devices,
+    ),
+]
 PartOption = Annotated[
     str | None,
     typer.Option(
@@ -117,8 +152,10 @@ def main() -> None:
     """What the command `loopfold` runs."""
     before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
     try:
-        with _errors(), _warnings(), _output(), _reading():
+        with _errors(), _warnings(), _output(), _telling():
             code = app(standalone_mode=False, prog_name="loopfold")
+            if code == 128 + signal.SIGINT:  # a second one, while the first was being obeyed
+                echo("loopfold: stopped at once; a run goes on from what it saved last.", err=True)
         sys.exit(code or 0)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -155,9 +192,9 @@ def _output() -> Iterator[None]:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """How far a long text is read: on a terminal a line that is gone in the end, elsewhere one every ten seconds."""
-    from loopfold.text.long import telling
+def _telling() -> Iterator[None]:
+    """How far something long is: on a terminal a line that is gone in the end, elsewhere one every ten seconds."""
+    from loopfold.telling import telling
 
     if {"--quiet", "-q"} & {*sys.argv} or rank() or sys.stderr is None:
         yield
@@ -165,13 +202,16 @@ def _reading() -> Iterator[None]:
     live = sys.stderr.isatty()
     begun = shown = time.monotonic()
 
-    def show(doing: str, done: int, of: int) -> None:
+    def show(doing: str, done: int, of: int, unit: str) -> None:
         nonlocal shown
+        if not live and unit != "bytes":  # a log is told of long texts, which may take hours
+            return
         ended, now = live and done >= of, time.monotonic()
         if now - shown < (0.2 if live else 10) and not ended:
             return
         shown = now
-        line = f"{printable(doing)}: {done / 1e6:,.0f} of {of / 1e6:,.0f} MB"
+        size, unit = (1e6, "MB") if unit == "bytes" else (1, unit)
+        line = f"{printable(doing)}: {done / size:,.0f} of {of / size:,.0f} {unit}"
         with suppress(OSError):
             sys.stderr.write(f"\r\x1b[K{'' if ended else line}" if live else line + "\n")
             sys.stderr.flush()
@@ -181,7 +221,7 @@ def _reading() -> Iterator[None]:
             yield
     finally:
         if live and shown > begun:
-            show("", 0, 0)  # what is said next has a line of its own
+            show("", 0, 0, "")  # what is said next has a line of its own
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopfold.cli.base import (
+    AsTrainedOption,
     DeviceOption,
     PartOption,
     RunArgument,
@@ -34,6 +35,7 @@ from loopfold.cli.ways import (
     SizeOption,
     StepOption,
     WeightOption,
+    check_values,
     choose_way,
     origin,
     settings_to_tune,
@@ -69,7 +71,7 @@ def evaluate(
     ] = False,
     window: Annotated[int, typer.Option(min=1, help="Steps at a time; changes the value only with --cold.")] = 128,
     streams: Annotated[int, typer.Option(min=1, help="Parts read side by side; never changes the value.")] = 32,
-    device: DeviceOption = "cpu",
+    device: AsTrainedOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
     dynamic: DynamicOption = False,
@@ -95,6 +97,7 @@ def evaluate(
     typed |= {"cache_sharpness": cache_sharpness, "mix_ngram": mix_ngram}
     typed |= {"ngram_order": ngram_order, "ngram_weight": ngram_weight}
     missing = settings_to_tune(typed, cold)
+    check_values(typed, other or [])
     if other and (on is not None or (text and not (dynamic or mix_ngram or missing))):
         raise OptionError("choose one: another text, or --on and --text for the run's own.")
     found = _finite(open_run(run, device, trust=trust, text=text or ()))
@@ -114,28 +117,46 @@ def evaluate(
     if math.isnan(ledger.nll):
         raise _diverged(found, "outputs")
     settings = None if ledger.way == "plain" else origin(tuned_on)
+    lost = _lost(ledger, found, tokens) if dynamic else ""
+    notes = [note for note in (_note(found), lost) if note]
     if as_json:
         unfinished = found.standing.unfinished
         data = ledger.as_json() | ({} if unfinished is None else {"unfinished": unfinished})
         data |= {} if settings is None else {"tuned_on": tuned_on}
+        data |= {"diverged": True} if lost else {}
         if per_token:
             pairs = enumerate(zip(map(found.vocabulary.token, tokens.ids.tolist()), losses.tolist(), strict=True))
             data["per_token"] = [{"index": i, "token": token, "nats": nats} for i, (token, nats) in pairs]
         echo_json(data)
     elif per_token:
         _print_losses(found, tokens, losses)
+        for note in notes:
+            echo(f"loopfold: {note}.", err=True)
         if settings is not None:
             echo(f"loopfold: scored by {ledger.way}, {settings}.", err=True)
     else:
-        echo(writable(_describe(ledger, " ".join(other or []) or str(on), window, settings, _note(found))))
+        echo(writable(_describe(ledger, " ".join(other or []) or str(on), window, settings, notes)))
 
 
 def _print_losses(run: "Run", tokens: "Tokens", losses: "Tensor") -> None:
     """A line for each token, as they come: a text may be long. A token is a JSON string, so that it is one word."""
     for i, (number, nats) in enumerate(zip(tokens.ids.tolist(), losses.tolist(), strict=True)):
         sys.stdout.write(f"{i}\t{json.dumps(run.vocabulary.token(number))}\t{nats!r}\n")
-    if note := _note(run):
-        echo(f"loopfold: {note}.", err=True)
+
+
+def _lost(ledger: "Ledger", run: "Run", tokens: "Tokens") -> str:
+    """That weights which followed the text came to know less than nothing of it; nothing where they did not."""
+    from loopfold.evaluation import perplexity
+
+    if ledger.nats_per_token <= math.log(run.vocabulary.size):  # a guess
+        return ""
+    plain = perplexity(run.model, tokens)
+    if ledger.nats_per_token <= plain.nats_per_token:  # the text is what is strange
+        return ""
+    return (
+        f"the weights diverged on their way through the text: without --dynamic the perplexity is "
+        f"{plain.perplexity:,.4f}. Choose a smaller --dynamic-rate, or leave it out, and it is tuned"
+    )
 
 
 def _note(run: "Run") -> str:
@@ -160,7 +181,7 @@ def _diverged(run: "Run", what: str) -> Exception:
     )
 
 
-def _describe(ledger: "Ledger", text: str, window: int, settings: str | None, note: str) -> str:
+def _describe(ledger: "Ledger", text: str, window: int, settings: str | None, notes: list[str]) -> str:
     state = "carried through the whole text" if ledger.carried else f"started again every {window} tokens"
     lines = [
         ("text", text),
@@ -169,7 +190,7 @@ def _describe(ledger: "Ledger", text: str, window: int, settings: str | None, no
         ("way", ledger.way),
         *([] if settings is None else [("settings", settings)]),
         ("negative log likelihood", f"{ledger.nll:,.1f} nats"),
-        ("perplexity", f"{ledger.perplexity:,.4f}"),
+        ("perplexity", f"{ledger.perplexity:,.4f}" if ledger.perplexity < math.inf else "too large to write"),
         ("nats per token", f"{ledger.nats_per_token:.4f}"),
         ("bits per token", f"{ledger.bits_per_token:.4f}"),
         ("bits per character", f"{ledger.bits_per_character:.4f}" if ledger.bits_per_character is not None else "—"),
@@ -178,7 +199,7 @@ def _describe(ledger: "Ledger", text: str, window: int, settings: str | None, no
     if ledger.unknown and ledger.unknown > 0.01 * ledger.tokens:
         share = f"{ledger.unknown / ledger.tokens:.0%} of this text is unknown to the model"
         lines.append(("note", f"{share} and scored as one kind, so the figures flatter it; bytes know everything"))
-    lines += [("note", note)] if note else []
+    lines += [("note", note) for note in notes]
     return "\n".join(f"{name:<24}{value}" for name, value in lines)
 
 
@@ -199,7 +220,7 @@ def compare(
     ] = None,
     text: TextOption = None,
     neural: Annotated[bool, typer.Option(help="Train the window and the convolution too.")] = True,
-    device: DeviceOption = "cpu",
+    device: AsTrainedOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress display; it is shown by default.")] = False,

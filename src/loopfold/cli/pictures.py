@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------ gradients
 
 SHARES = 200_000_000  # numbers: the shares of each step hold as many as the parameters, times the steps
-READ = 4_000  # characters over which units are compared with features of the text
+LONGEST = 1_000  # steps of a passage, for which a GRU of 320 units takes minutes
+FILES = (".svg", ".png", ".pdf", ".html", ".htm", ".dot", ".jpg", ".jpeg", ".gif", ".webp")
 
 
 @app.command(epilog="**Example:** `loopfold gradients runs/bard --on valid --steps 100 --out pictures`.")
@@ -41,7 +42,7 @@ def gradients(
         typer.Option(help="The folder for the pictures; RUN/pictures by default, of a packed run RUN-pictures."),
     ] = None,
     steps: Annotated[
-        int, typer.Option(min=1, help="Steps of a passage; the time it takes grows with its square.")
+        int, typer.Option(min=1, max=LONGEST, help="Steps of a passage; the time it takes grows with its square.")
     ] = 64,
     on: PartOption = None,
     text: TextOption = None,
@@ -53,7 +54,7 @@ def gradients(
     from loopfold.gradients import gradient_flow, per_step_gradients
     from loopfold.language.base import count_parameters
     from loopfold.language.recurrent import RecurrentLM
-    from loopfold.probing import hidden_states
+    from loopfold.probing import beginning, hidden_states
     from loopfold.training.run import open_run
 
     found = open_run(run, trust=trust, text=text or ())
@@ -63,14 +64,15 @@ def gradients(
     on = on or found.corpus().part
     x, y = found.passages(steps, on)
     network, x = model.network, model.encode(x)
+    folder = _folder(out or found.stored.beside("pictures"))
     flow = gradient_flow(network, network.loss, x, y)
     fewer = max(1, min(len(x), SHARES // count_parameters(network)))
     shares = per_step_gradients(network, network.loss, x[:fewer], y[:fewer])
     spectrum, without = _spectrum(found)
-    states = hidden_states(model, found.vocabulary, found.text(on)[:READ])
+    states = hidden_states(model, found.vocabulary, beginning(found.text(on)))
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
     drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
-    paths = _save(drawings, out or found.stored.beside("pictures"))
+    paths = _save(drawings, folder)
     verdict = spelt(flow.said) + _already(found.options)
     passages = f"{on} text, {x.shape[1]} passage{'s'[: x.shape[1] > 1]} of {len(x)} {found.vocabulary.unit}s"
     if as_json:
@@ -107,15 +109,29 @@ def _spectrum(run: "Run") -> "tuple[Eigenvalues | None, str]":
         return None, str(reason)
 
 
+def _folder(out: Path) -> Path:
+    """The folder of the pictures, made before the work that they take."""
+    from loopfold.errors import OptionError
+    from loopfold.training.folder import ELSEWHERE, RunError
+
+    if out.suffix.lower() in FILES and not out.exists():
+        raise OptionError(f"--out is a folder here, for several pictures; got the file {out}. Type --out pictures.")
+    if out.is_file():
+        raise OptionError(f"{out} is a file: name a folder, such as --out pictures.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror or error}. ", *ELSEWHERE) from error
+    return out
+
+
 def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
     from loopfold.training.folder import ELSEWHERE, RunError
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]
-    except OSError as error:
-        said = f"{folder} cannot be written: {error.strerror}." if error.strerror else str(error)
-        raise RunError(f"{said} ", *ELSEWHERE) from error
+    except OSError as error:  # whose words name the file
+        raise RunError(f"{error} ", *ELSEWHERE) from error
 
 
 def _describe(
@@ -167,12 +183,19 @@ def report(
     passage: Annotated[
         str | None, typer.Option(help="Text to show the hidden states of; by default the held-out text's beginning.")
     ] = None,
+    model_megabytes: Annotated[
+        float, typer.Option(min=0, help="The most that the model itself may add to the page, in MB; 0 leaves it out.")
+    ] = 8.0,
     device: DeviceOption = "cpu",
     trust: TrustOption = False,
 ) -> None:
-    """One page on a run, for a browser: curve, table, graphs, gradients, hidden states and samples. Works offline."""
+    """One page on a run, for a browser: the model itself, to type to; curve, table, graphs, gradients, hidden states
+    and samples. Works offline.
+    """
     from loopfold.report.page import write_report
     from loopfold.training.run import open_run
 
-    path = write_report(open_run(run, device, trust=trust, text=text or ()), out, passage)
+    path = write_report(
+        open_run(run, device, trust=trust, text=text or ()), out, passage, model_megabytes=model_megabytes
+    )
     echo(f"The report is in {path}. Open it in a browser.")

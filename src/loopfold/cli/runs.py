@@ -39,6 +39,7 @@ def export(
         bool, typer.Option("--weights-beside", help="C: the weights in a .bin, not in the code.")
     ] = False,
     half: Annotated[bool, typer.Option("--half", help="JavaScript: the weights in 16 bits each.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="JavaScript: with the reverse step.")] = False,
     one_step: Annotated[bool, typer.Option("--one-step", help="ONNX: one step, not a whole sequence.")] = False,
     lengths: Annotated[
         bool, typer.Option("--lengths", help="ONNX: with the length of each sequence as another input.")
@@ -52,9 +53,17 @@ def export(
 
     opened = open_run(run, trust=trust)
     vocabulary = None if LANGUAGES.get(to.suffix) == "ONNX" else opened.vocabulary
-    asked = {"weights_beside": weights_beside, "half": half, "one_step": one_step, "lengths": lengths}
     try:
-        files = export(opened.model, to, vocabulary=vocabulary, **asked)
+        files = export(
+            opened.model,
+            to,
+            vocabulary=vocabulary,
+            weights_beside=weights_beside,
+            half=half,
+            backward=backward,
+            one_step=one_step,
+            lengths=lengths,
+        )
     except OptionError:
         raise
     except (TypeError, ValueError, ModuleNotFoundError) as error:  # of a model that cannot be exported

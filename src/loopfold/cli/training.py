@@ -294,6 +294,7 @@ def _finished(run: "Run") -> str:
     """That there was nothing to do, and what would be."""
     from loopfold.training.folder import RunFolder
     from loopfold.training.job import Progress
+    from loopfold.training.watching import shown_epoch
 
     progress, patience = Progress.of(RunFolder(run.path)), run.options.patience
     epoch = progress.step * run.options.epochs / run.standing.steps
@@ -301,7 +302,7 @@ def _finished(run: "Run") -> str:
     if patience is not None and progress.misses >= patience:
         more = f"--patience {progress.misses + patience}"
     return (
-        f"{run.path} is finished: step {progress.step:,}, epoch {epoch:.1f}. To train longer: "
+        f"{run.path} is finished: step {progress.step:,}, epoch {shown_epoch(epoch)}. To train longer: "
         f"loopfold train --resume {quote(str(run.path))} {more}"
     )
 

@@ -1,6 +1,9 @@
 """The ways in which `evaluate` can score a text: their flags, and their settings, tuned on the run's valid text."""
 
+import os
+import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +83,14 @@ def settings_to_tune(typed: dict[str, Any], cold: bool) -> list[str]:
                 raise OptionError(f"{flag(name)} has no effect without {flag(way)}: add that, or leave it out.")
         missing += [name for name in tunable if typed[way] and typed[name] is None]
     return missing
+
+
+def check_values(typed: dict[str, Any], texts: Sequence[str]) -> None:
+    """That no number was typed after a way: `--cache 0.1` would be read as a text of that name."""
+    for word in texts:
+        meant = [f"{flag(way)} {flag(tunable[0], word)}" for way, (tunable, _, _) in SETTINGS.items() if typed[way]]
+        if meant and re.fullmatch(r"[\d.]+(e-?\d+)?", word) and not os.path.lexists(word):
+            raise OptionError(f"there is no text {word}, and a way to score takes no value: type {' '.join(meant)}.")
 
 
 def origin(tuned_on: str | None) -> str:
