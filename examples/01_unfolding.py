@@ -96,6 +96,19 @@ def picture(result: Result) -> lf.Drawing:
 FOUND = """
 As claimed. Compiled engines add in another order, so they differ by what rounding does."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "Folded and unfolded give the same values and gradients",
+        "holds",
+        "by hand and by `unfold` differ by 0.0e+00, compiled by at most 1.3e-15",
+    ),
+    (
+        "The number of parameters does not depend on the length",
+        "holds",
+        "320 for f at every τ; one layer over the whole past has 48,016 at τ = 1000",
+    ),
+]
+
 
 def main() -> None:
     result = experiment()

@@ -133,6 +133,19 @@ FOUND = """
 As claimed. Even a quarter of 8,192 examples, all of its own length, teach a g(t) less than 512 of all lengths teach f.
 Once f is right, it is right at any length; with very few examples neither learns the task."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "One shared step needs fewer examples than a model for each length",
+        "holds",
+        "100.0% right with 512 examples; separate models 96.2% with 8,192",
+    ),
+    (
+        "It runs on lengths that it never saw",
+        "holds",
+        "100.0% right at length 100, from at most 10 in training",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # the products are small: two threads would wait for each other

@@ -99,6 +99,14 @@ As claimed: longer sequences and smaller states lose more. But the loss comes lo
 two numbers of 32 bits could hold all of these sequences. A large state loses little once it has trained for longer; a
 small one has not found such a code even then."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "The state is a lossy summary of the past",
+        "holds, long before its bits run out",
+        "of 12 symbols a state of 2 gives back 33.3%, one of 32 57.1%",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # the products are small: two threads would wait for each other

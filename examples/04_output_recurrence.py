@@ -147,6 +147,19 @@ targets as messages, and of teacher forcing, more than of the arrow from output 
 All steps at once are far faster than one by one. But what is saved is a loop in Python: at this size a compiled loop
 over the hidden recurrence takes about as long, and remembers."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "A recurrence through the output alone cannot carry what the output does not say",
+        "holds for ŷ and the truth; not where raw o goes back",
+        "a delay of 1: 25.9% right, hidden recurrence 100.0%; on raw o 100.0%",
+    ),
+    (
+        "In return it trains in parallel",
+        "holds, but a compiled loop is about as fast",
+        "38.8 times faster than step by step; the hidden loop compiled, 30.5",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # the products are small: two threads would wait for each other

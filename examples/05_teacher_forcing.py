@@ -129,6 +129,14 @@ Beyond that, such a network goes astray too, since it never had to go on.
 It is different with noise on what is read: then no input can be trusted, true or not, and as far as training asked, the
 three differ little."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "Trained on true inputs alone, a network goes astray on its own",
+        "holds on clean inputs, hardly with noise",
+        "error of step 20: 0.698, with scheduled sampling 0.084; with noise 0.112 and 0.081",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # the products are small: two threads would wait for each other

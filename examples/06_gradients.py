@@ -20,6 +20,7 @@ from torch import Tensor
 import loopfold as lf
 
 SYMBOLS = 4
+DELAYS = (5, 10, 20, 40, 80, 160)  # in steps
 COLOURS = {"tanh": "C0", "ReLU": "C1", "LSTM": "C2", "GRU": "C3"}
 
 
@@ -89,7 +90,7 @@ def experiment(
     n: int = 32,
     steps: int = 60,
     updates: int = 200,
-    delays: tuple[int, ...] = (5, 10, 20, 40, 80, 160),
+    delays: tuple[int, ...] = DELAYS,
     seeds: tuple[int, ...] = (0, 1, 2),
 ) -> list[Row]:
     rows = []
@@ -115,35 +116,53 @@ def table(result: list[Row]) -> str:
 
 
 @lf.style()
-def picture(result: list[Row]) -> lf.Drawing:
+def picture(result: list[Row], delays: tuple[int, ...] = DELAYS) -> lf.Drawing:
     """On the left the gradient by distance, on the right what could be learnt; a row and its curve share their look."""
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
+    tried = (0, *delays)
     seen: dict[str, int] = {}
     for place, row in enumerate(result):
         kind = row.name.split()[0]
         seen[kind] = seen.get(kind, -1) + 1
         look = {"color": COLOURS[kind], "linestyle": ("-", "--", ":")[seen[kind]]}
-        left.plot(row.reach, linewidth=1.8, **look)
-        right.plot([0, row.delay], [place, place], linewidth=3, **look)
-        right.annotate(f" {row.delay}", (row.delay, place), va="center", fontsize=9)
-    left.set(yscale="log", ylim=(1e-10, 1e10), xlabel="steps back, $d$", xlim=(0, len(result[0].reach) - 1))
+        left.plot(row.reach, linewidth=1.8, label=row.name, **look)
+        right.plot([0, tried.index(row.delay)], [place, place], linewidth=2, **look)
+        right.plot([tried.index(d) for d in row.delays], [place] * len(row.delays), "o", color=COLOURS[kind], ms=3.5)
+        right.plot(tried.index(row.delay), place, "D", color=COLOURS[kind], ms=7)
+    left.set(yscale="log", xlabel="steps back, $d$", xlim=(0, len(result[0].reach) - 1))
     left.set_ylabel(r"$\Vert\,\partial L^{(t)} / \partial h^{(t-d)}\,\Vert$, relative to $d = 0$")
-    left.axhspan(1e-3, 1e3, color="0.5", alpha=0.15, linewidth=0)
-    left.text(len(result[0].reach) - 2, 2e2, "neither vanished nor exploded", ha="right", fontsize=9)
-    right.set(yticks=range(len(result)), ylim=(len(result) - 0.5, -0.5), xlabel="longest delay learnt, in steps")
+    left.axhspan(1e-3, 1e3, color="0.5", alpha=0.15, linewidth=0, label="neither vanished nor exploded")
+    right.set(yticks=range(len(result)), ylim=(len(result) - 0.5, -0.5), xlim=(-0.1, len(tried) - 0.5))
+    right.set_xlabel(
+        f"longest delay learnt, in steps, of those tried\n(dots: {len(result[0].delays)} starts; ◆: median)"
+    )
+    right.set_xticks(range(len(tried)), ["none", *map(str, delays)])
     right.set_yticklabels([row.name for row in result])
-    right.set_xlim(left=0)
-    right.margins(x=0.12)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=9)
     return lf.Drawing(figure, "How far gradients reach before training, and the longest delay that is learnt")
 
 
 FOUND = """
 Where the gradient does not reach, nothing is learnt: with ρ = 0.5, and in gated cells as torch starts them, 5 or 10
-steps are the end. But ρ is a bound and not the rate. A tanh that saturates and a ReLU that is silent take their
+steps are the end. But ρ is the rate of a linear network alone. With φ it is neither the rate nor a bound: what bounds
+a step is the largest singular value of W, where |φ′| ≤ 1. A tanh that saturates and a ReLU that is silent take their
 share, so ρ = 1 still vanishes, and tanh with ρ = 1.5 does not explode. A gate helps once it is open, not by being
 there. And training moves what was measured before it: tanh with ρ = 1 learns a delay of 40 steps, over which less
 than a hundredth of its gradient was left."""
+
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "Gradients vanish where ρ(W) is below 1 and explode where it is above",
+        "in part: ρ is the rate of a linear network; with φ it is neither rate nor bound",
+        "left after 59 steps: 1.6e-04 at ρ = 1, 6.0e+00 for tanh at ρ = 1.5, 1.0e+13 for ReLU at ρ = 2",
+    ),
+    (
+        "Gates carry the gradient",
+        "holds once they are open, not by being there",
+        "LSTM as started 3.5e-13, forget gate open 2.8e-01",
+    ),
+]
 
 
 def main() -> None:

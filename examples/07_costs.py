@@ -235,6 +235,19 @@ Nor need the chain be τ steps long where the network forgets, as this one does:
 by side and makes sure that each began where the one before it ended. One core gains nothing by that, since there is
 the same to compute and a little more; what it takes are processors that would wait for the chain."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "Forward and backward take O(τ) time, in sequence",
+        "holds",
+        "order in τ of FusedCPU: 0.91 forward, 1.02 backward",
+    ),
+    (
+        "They take O(τ) memory",
+        "holds where all states are kept, which need not be",
+        "a million steps: 768.02 MB, and 3.94 MB under Checkpointed",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # a chain has no use for more, and one is measured with less noise

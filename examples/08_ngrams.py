@@ -12,6 +12,7 @@ together, and of two sizes each the better, which was the larger.
 """
 
 from dataclasses import dataclass
+from math import log2
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,26 +80,31 @@ def table(result: list[Row]) -> str:
 
 @lf.style()
 def picture(result: list[Row]) -> lf.Drawing:
-    figure = Figure(figsize=(8.6, 4.4), layout="constrained")
-    axes = figure.subplots()
+    """On the left perplexity against size; on the right every model, bars in bits, which begin at an honest 0."""
+    figure = Figure(figsize=(10.4, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
     grams = [row for row in result if row.table is not None]
+    others = [row for row in result if row.table is None]
     scores = [row.perplexity for row in grams]
-    axes.plot([row.table for row in grams], scores, "o--", color="0.5", label="n-grams, the full table $|V|^n$")
-    axes.plot([row.parameters for row in grams], scores, "o-", color="C0", label="n-grams, what occurred")
+    left.plot([row.table for row in grams], scores, "o--", color="0.5", label="n-grams, the full table $|V|^n$")
+    left.plot([row.parameters for row in grams], scores, "o-", color="C0", label="n-grams, what occurred")
     for row in grams:
-        axes.annotate(f"n = {row.name[0]}", (row.table or 0, row.perplexity), (6, 5), textcoords="offset points")
-    others = sorted((row for row in result if row.table is None), key=lambda row: -row.perplexity)
-    axes.plot([r.parameters for r in others], [r.perplexity for r in others], "D", color="C1", label="networks")
-    line = {"arrowstyle": "-", "color": "C1", "linewidth": 0.7, "relpos": (1, 0.5)}
-    for i, row in enumerate(others):  # their names stand where there is room, on the left
-        place = {"xytext": (0.02, 0.28 - 0.075 * i), "textcoords": "axes fraction", "arrowprops": line}
-        axes.annotate(row.name, (row.parameters, row.perplexity), color="C1", va="center", **place)
-    axes.set(xscale="log", yscale="log", xlabel="parameters; of n-grams, entries", ylabel="perplexity on unseen text")
-    axes.margins(x=0.09)
+        left.annotate(f"n = {row.name[0]}", (row.table or 0, row.perplexity), (6, 5), textcoords="offset points")
+    left.plot([r.parameters for r in others], [r.perplexity for r in others], "D", color="C1", label="networks")
+    left.set(xscale="log", yscale="log", ylabel="perplexity a character, unseen text (log scale)")
+    left.set_xlabel("parameters, or entries of a table (log scale)")
+    left.margins(x=0.09)
     ticks = [3, 4, 5, 7, 10, 15, 25]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.legend()
+    left.set_yticks(ticks, [str(tick) for tick in ticks])
+    left.minorticks_off()
+    left.legend()
+    ranked = sorted(result, key=lambda row: -row.perplexity)
+    colours = ["C0" if row.table is not None else "C1" for row in ranked]
+    bars = right.barh([row.name for row in ranked], [log2(row.perplexity) for row in ranked], color=colours, height=0.6)
+    right.bar_label(bars, [f"{row.perplexity:.2f}" for row in ranked], padding=3)
+    right.set_xlabel("bits a character, unseen text\n(at each bar, the perplexity)")
+    right.margins(x=0.12)
+    right.tick_params(axis="y", length=0)
     return lf.Drawing(figure, "Perplexity against size: n-grams as full tables and as kept, and networks")
 
 
@@ -107,6 +113,19 @@ The full table is as hopeless as claimed, but no n-gram model keeps it. It keeps
 most one entry a token of the text, and well smoothed that is a strong model. At equal size, the networks that see a
 few tokens stay behind it, and so does the plain recurrent network. The gated one comes close to the 6-gram with
 fewer parameters. (A larger one that is trained for longer passes n-grams of every order: README.)"""
+
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "A table of n-grams grows as |V|ⁿ and becomes hopeless",
+        "holds for the full table, which nobody keeps",
+        "6-gram: 1,265,319,018,496 entries in full, 200,972 kept",
+    ),
+    (
+        "A hidden state of fixed size does better",
+        "in part: only a gated network comes close at equal size",
+        "perplexity: GRU 3.28, Elman 3.64, 6-gram 3.25",
+    ),
+]
 
 
 def main() -> None:

@@ -116,19 +116,23 @@ def table(result: list[Row]) -> str:
 def picture(result: list[Row]) -> lf.Drawing:
     figure = Figure(figsize=(9.6, 4.3), layout="constrained")
     padding = list(result[0].accuracy)
-    known = sum(p <= LONG - SHORT for p in padding) - 0.5  # to the right of it, more padding than in training
+    known = LONG - SHORT  # to the right of it, more padding than in training
     cells = list(dict.fromkeys(row.cell for row in result))
     for axes, cell in zip(figure.subplots(1, len(cells), sharey=True), cells, strict=True):
         rows = [row for row in result if row.cell == cell]
         for row, style in zip(rows, ("o-", "D--", "s--", "^:"), strict=True):
-            axes.plot(range(len(padding)), row.accuracy.values(), style, label=row.reading, clip_on=False)
+            axes.plot(padding, row.accuracy.values(), style, label=row.reading, clip_on=False)
         axes.axvspan(0, known, color="0.5", alpha=0.15, linewidth=0)
         axes.axhline(1 / SYMBOLS, color="0.5", linewidth=0.8)
-        axes.set(title=cell, xlabel="steps of padding", ylim=(0, 1), xlim=(0, len(padding) - 1))
-        axes.set_xticks(range(len(padding)), [str(p) for p in padding])
+        axes.set(title=cell, xlabel="steps of padding (log scale from 1 on)", ylim=(0, 1))
+        axes.set_xscale("symlog", linthresh=1, linscale=0.5)
+        axes.set_xlim(0, padding[-1])
+        ticks = [p for p in padding if p in (0, 1, 2, 5, 10, 20, 40, 100)]  # where their numbers have room
+        axes.set_xticks(ticks, [str(p) for p in ticks])
+        axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.text(known - 0.1, 0.02, "as in training", ha="right", fontsize=9)
-        axes.text(len(padding) - 1, 1 / SYMBOLS - 0.02, "a guess", ha="right", va="top", fontsize=9)
+        axes.text(0.95 * known, 0.02, "as in training", ha="right", fontsize=9)
+        axes.text(padding[-1], 1 / SYMBOLS - 0.02, "a guess", ha="right", va="top", fontsize=9)
     figure.axes[0].set_ylabel("right answers")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return lf.Drawing(figure, "Accuracy against padding, for four ways to read the final state")
@@ -141,6 +145,14 @@ for a sign of the end and to carry its answer through it, so that its training s
 there is no padding, and slowly where there is more than it knew.
 The task decides how much the mistake costs: asked for the last symbol itself, experiment(back=1), the plain network
 trained on hidden[-1] without lengths gets 0.76 to 0.89 right, and the GRU all."""
+
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "Outputs and the final state are different things",
+        "holds; taken for each other, nothing fails, the model is worse",
+        "right after 10 steps of padding: 1.00 by `last_hidden`, 0.25 by `hidden[-1]`",
+    ),
+]
 
 
 def main() -> None:

@@ -174,6 +174,14 @@ trained on whole utterances alone. Of sunspots it predicts the next month a litt
 year ahead it has two thirds of that error, and about half of the error of a cycle before. But the linear weights are as
 good up to a year, better at three, and found at once: here nothing called for a network."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "Recurrent networks do well on real sequences",
+        "holds for speech; for sunspots a linear model is as good",
+        "speakers 97.9%, nearest mean 92.4%; sunspots in 36 months 24.2, linear 22.6",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # the tensors are tiny: a second thread would only wait

@@ -107,6 +107,14 @@ The picture shows why: most digits look at the word that says them, so the weigh
 then the weight is shared with a neighbour, whose state the encoder has told of it too. With more training the one
 vector holds more: after 500 batches it is far from done."""
 
+VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
+    (
+        "A decoder that may look back needs no vector of the whole source",
+        "holds",
+        "8 numbers read: 1.000 right with attention, 0.218 from one vector",
+    ),
+]
+
 
 def main() -> None:
     torch.set_num_threads(1)  # the products are small: two threads would wait for each other
