@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a .venv, installed anew only when pyproject.toml or constraints.txt changes.
-.PHONY: demo test check bench examples gallery format clean
+.PHONY: demo test check bench examples gallery docs screenshot format clean
 
 demo: .venv/ready
 	rm -rf runs/demo
@@ -8,6 +8,7 @@ demo: .venv/ready
 	.venv/bin/loopfold generate runs/demo --prompt 'The ' --temperature 0.8 --length 400
 	@echo
 	.venv/bin/loopfold report runs/demo
+	.venv/bin/loopfold play --out runs/demo/play.html
 	@echo 'The run folder is runs/demo; loopfold --help has more.'
 
 test: .venv/ready
@@ -33,6 +34,13 @@ examples: .venv/examples-ready
 gallery: .venv/ready
 	.venv/bin/python docs/gallery.py
 
+docs: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+	@echo 'The site is in site: open site/index.html in a browser, online or not.'
+
+screenshot: .venv/ready
+	.venv/bin/python docs/screenshot.py runs/demo/report.html try
+
 format: .venv/ready
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -50,5 +58,9 @@ format: .venv/ready
 	.venv/bin/pip install --quiet --editable '.[examples]' --constraint constraints.txt
 	touch $@
 
+.venv/docs-ready: .venv/ready
+	.venv/bin/pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo site
