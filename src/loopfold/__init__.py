@@ -4,6 +4,7 @@ The modules in the order in which data flows; each imports only from those above
 
     errors           errors that the user can mend, in words for Python and for the command line
     files            a file is written as a whole or not at all; archives
+    telling          how far something long is, for whoever listens
     undoing          how the contents of lists, modules, sources of random numbers, … are read, compared and put back
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     casts            torch.autocast around a call: what it was told, without it, with it again
@@ -13,11 +14,12 @@ The modules in the order in which data flows; each imports only from those above
     stepgraph        the step as data: graph; surrogate, pick, recorder, functions, trace; aten (what is known of
                      torch's operations), moves (where they put numbers); ops and loop (the loop's own language),
                      settled (one graph for all steps), recipes, rules (from one to the other), rowwise, dependence,
-                     split, hoist, differentiate, verify
+                     split, sums, hoist, differentiate, verify, stored (a graph as text)
     engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, writing, cache (what the
                      next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay, compiled;
                      looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
-                     auto; around others: budget, pieces, checkpointed; chunks, adjoint, time_parallel
+                     auto; around others: budget, pieces, checkpointed; chunks, forgetting, adjoint, time_parallel; in
+                     words: explaining
     unfolding        unfold(), Unfolding
     operations       a layer as one operation of torch, for torch.compile and torch.export
     regularisers     dropout of inputs, weights and words: VariationalDropout, WeightDrop, EmbeddingDropout
@@ -41,8 +43,8 @@ The modules in the order in which data flows; each imports only from those above
     processes        one process, or several under torchrun
     evaluation       the perplexity ledger, and what a way to score a text is
     ways             such ways: DynamicEvaluation, NeuralCache, Mixture
-    exporting        a step without Python: program, texts, writing (what C and JavaScript share), c, javascript; stock,
-                     onnx; export()
+    exporting        a step without Python: program, places, texts, writing (what C and JavaScript share), c, labels,
+                     javascript (with the reverse step); stock, onnx; export()
     training         options, cells, making; averaging, schedules; contents, stored, folder, packed (a run on disk),
                      listing, checkpoint, table, run; watching, guards, job, loop, rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches
@@ -50,6 +52,7 @@ The modules in the order in which data flows; each imports only from those above
     probing          hidden states over a text, and what units track
     comparison       a run beside its baselines
     report           one page on a run, for a browser
+    play             a page on which a network learns: programs (in JavaScript, which train), page
     cli              the commands: flags become objects, once
     __main__         python -m loopfold
     public           the names of `import loopfold as lf`
