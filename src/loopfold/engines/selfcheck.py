@@ -38,7 +38,7 @@ KINDS = 64  # of runs, the first of which is checked: after that, batch sizes ar
 GUARDED = 1 / 8  # of the later checks, those that look at gradients too
 # How far rounding may take one step apart: of the largest value of a tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-NEIGHBOURS = 16  # nearby inputs, by which it is found whether rounding explains more than that
+NEIGHBOURS = (16, 112)  # nearby inputs, by which it is found whether rounding explains more than that; if not, more
 
 _draw = random.Random()  # its own: the user's random numbers are not touched
 
@@ -197,22 +197,35 @@ def _differ(
     if all(map(bool, _within(ours, theirs, margins))):
         return None
     spread = [theirs]
-    for i in range(NEIGHBOURS):
-        with _RoundedOtherwise() if i % 2 else nullcontext():
-            spread.append(evaluate(*map(_nearby, inputs)))
-    for i, (a, b, margin) in enumerate(zip(ours, theirs, margins, strict=True)):
+    for many in NEIGHBOURS:
+        for i in range(many):
+            with _RoundedOtherwise() if i % 2 else nullcontext():
+                spread.append(evaluate(*map(_nearby, inputs)))
+        found = _outside(ours, spread, margins)
+        if found is None:
+            return None
+    i, at = found
+    part = f"{what}, part {i}," if len(ours) > 1 else what
+    return f"{part} at {list(at)} is {float(ours[i][at]):.9g}, and should be {float(theirs[i][at]):.9g}"
+
+
+def _outside(
+    ours: Sequence[Tensor], spread: Sequence[list[Tensor]], margins: Sequence[Tensor]
+) -> tuple[int, tuple[int, ...]] | None:
+    """Where `ours` lies outside of what was found nearby, the first of which is exactly there: the tensor, and where.
+
+    One more of a few draws often lies a little outside of them: it may by as much as they are apart.
+    """
+    for i, (a, margin) in enumerate(zip(ours, margins, strict=True)):
         around = torch.stack([found[i] for found in spread])
         no_number = around.isnan().any(0)
-        around = torch.where(around.isnan(), b, around)  # what is no number nearby says nothing of b
+        around = torch.where(around.isnan(), around[0], around)  # what is no number nearby says nothing of the rest
         least, most = around.amin(0), around.amax(0)
-        if rough is not None:  # one more of so few draws often lies a little outside of them
-            margin = margin + (most - least)
+        margin = margin + (most - least)
         inside = (a >= least - margin) & (a <= most + margin)
-        inside |= (a.isnan() & no_number) | (a == b)
+        inside |= (a.isnan() & no_number) | (a == around[0])
         if not bool(inside.all()):
-            at = tuple((~inside).nonzero()[0].tolist())
-            part = f"{what}, part {i}," if len(ours) > 1 else what
-            return f"{part} at {list(at)} is {float(a[at]):.9g}, and should be {float(b[at]):.9g}"
+            return i, tuple((~inside).nonzero()[0].tolist())
     return None
 
 
