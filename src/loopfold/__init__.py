@@ -9,6 +9,7 @@ The modules in the order in which data flows; each imports only from those above
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     casts            torch.autocast around a call: what it was told, without it, with it again
     staleness        whether all that a trace has fixed is as it was, in a microsecond
+    products         large products of matrices on a CPU, by the faster library
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
     stepgraph        the step as data: graph; surrogate, pick, recorder, functions, trace; aten (what is known of

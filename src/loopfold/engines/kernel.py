@@ -17,6 +17,7 @@ from loopfold.casts import with_casts
 from loopfold.engines.base import Engine
 from loopfold.engines.programs import Program
 from loopfold.engines.selfcheck import come_many
+from loopfold.products import mm
 from loopfold.stepgraph.differentiate import Product, Reverse
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS, ROUNDED
@@ -274,7 +275,7 @@ def _product(parts: list[tuple[Tensor, Tensor]], half: torch.dtype | None) -> Te
     if half is not None and left.is_cuda and left.dtype == torch.float32:
         total = torch.mm(left.to(half).T, right.to(half), out_dtype=torch.float32)
     else:
-        total = left.T @ right
+        total = mm(left.T, right)
     for left, right in parts[:-1]:
         total.addmm_(left.T, right)
     return total

@@ -197,6 +197,7 @@ def _differ(
     if all(map(bool, _within(ours, theirs, margins))):
         return None
     spread = [theirs]
+    outside: tuple[int, tuple[int, ...]] = (0, ())
     for many in NEIGHBOURS:
         for i in range(many):
             with _RoundedOtherwise() if i % 2 else nullcontext():
@@ -204,7 +205,8 @@ def _differ(
         found = _outside(ours, spread, margins)
         if found is None:
             return None
-    i, at = found
+        outside = found
+    i, at = outside
     part = f"{what}, part {i}," if len(ours) > 1 else what
     return f"{part} at {list(at)} is {float(ours[i][at]):.9g}, and should be {float(theirs[i][at]):.9g}"
 

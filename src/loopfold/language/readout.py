@@ -17,10 +17,11 @@ from torch import Tensor
 from loopfold.casts import casts, with_casts
 from loopfold.language.base import losses
 from loopfold.outputs import Classes
+from loopfold.products import addmm_, grain
 from loopfold.states import alive
 from loopfold.wiring import check_targets
 
-PIECE = {"cpu": 24 << 20, "cuda": 64 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
+PIECE = {"cpu": 12 << 20, "cuda": 64 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
 SMALL = 4 << 20  # bytes of outputs that are no burden
 
 
@@ -142,15 +143,15 @@ def _in_pieces(
         torch.zeros_like(t, dtype=exact) if want else None for t, want in zip((x, V, c), wanted, strict=True)
     ]
     size = -(-len(x) // pieces)
+    size += -size % grain(size)
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
         x_rows, y_rows = x[rows], targets[rows]
         o, p = (_buffer(name, len(x_rows), n, exact, h.device) for name in "op")
-        o.copy_(c)
-        _add_product(o, x_rows, V_T)  # book (10.10)
-        largest, place = o.max(1, keepdim=True)
+        addmm_(o.copy_(c), x_rows, V_T)  # book (10.10)
+        largest = o.amax(1, keepdim=True)
         torch.softmax(o, 1, out=p)
-        log_sum = -p.gather(1, place).log()  # where o is largest, p is 1 / Σ exp(o - largest)
+        log_sum = -p.amax(1, keepdim=True).log()  # where o is largest, p is 1 / Σ exp(o - largest)
         nll.view(-1)[rows] = (largest - o.gather(1, y_rows) + log_sum)[:, 0]
         if not any(wanted):
             continue
@@ -159,9 +160,9 @@ def _in_pieces(
             p *= scale[rows]
         do = p.to(h.dtype)
         if dh is not None:
-            _add_product(dh[rows], do, V)
+            addmm_(dh[rows], do, V)
         if dV is not None:
-            _add_product(dV, do.T, x_rows)
+            addmm_(dV, do.T, x_rows)
         if dc is not None:
             dc += p.sum(0)
     return nll, [None if t is None else t.view(of.shape) for t, of in zip(found, (h, V, c), strict=True)]
@@ -170,10 +171,6 @@ def _in_pieces(
 def _short(V: Tensor) -> int:
     """How many rows V lacks for a GPU to multiply it fast, which wants whole 16 bytes in each row of a result."""
     return -len(V) % 8 if V.is_cuda and V.dtype.itemsize == 2 else 0
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
 def _buffer(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from loopfold.products import addmm, mm
 from loopfold.states import State
 
 
@@ -154,6 +155,9 @@ def needed_for(roots: list[Node], given: dict[Node, Any] | set[Node]) -> list[No
     return list(seen)
 
 
+_FASTER: dict[OpOverload, Callable[..., Tensor]] = {torch.ops.aten.mm.default: mm, torch.ops.aten.addmm.default: addmm}
+
+
 def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
     """Run one operation on the values of what it reads, for a batch of `rows`."""
     if node.op == "getitem":
@@ -163,7 +167,7 @@ def apply(node: Node, values: dict[Node, Any], rows: int) -> Any:
     args = [_real(a, values, rows) for a in node.args]
     if node.op in ("view", "_unsafe_view") and isinstance(args[1], list):
         return args[0].reshape(args[1])  # these numbers may stand in another order in memory
-    return node.target(*args, **kwargs)
+    return _FASTER.get(node.target, node.target)(*args, **kwargs)
 
 
 def compute(graph: StepGraph, roots: list[Node], values: dict[Node, Any], rows: int) -> None:

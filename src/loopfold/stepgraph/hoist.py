@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from loopfold.products import mm
 from loopfold.stepgraph.aten import Truth, aten, no_kernel
 from loopfold.stepgraph.dependence import (
     PLACED,
@@ -365,15 +366,15 @@ class _Hoist:
             raise Refusal(f"{matrix.node.name} is {matrix.node.dtype} where the state is {self.dtype}.")
         if v.op == "row" and v.args[0].width == 1 and v.index[1] <= FEW_ROWS and not self.whole:  # once for each row
             table, k = self.constants[v.index[0]], v.index[1]
-            product = self.constant(Recipe(torch.mm, (table, rows)), k, ("product", v.index, matrix, start))
+            product = self.constant(Recipe(mm, (table, rows)), k, ("product", v.index, matrix, start))
             return self.builder.make("row", v.args[0], width=columns, index=(product.index, k))
         sequence, low = (v.args[0], v.index) if v.op == "slice" else (v, 0)
         if sequence.op == "input" and not self.whole:
             x = Recipe(lambda t: t[:, low : low + v.width], (self.inputs[sequence.index],))
-            return self.input(Recipe(torch.mm, (x, rows)), columns, (v, matrix, start))
+            return self.input(Recipe(mm, (x, rows)), columns, (v, matrix, start))
         if sequence.op == "context":
             c = Recipe(lambda t: t[:, low : low + v.width], (self.contexts[sequence.index],))
-            return self.context(Recipe(torch.mm, (c, rows)), columns, (v, matrix, start))
+            return self.context(Recipe(mm, (c, rows)), columns, (v, matrix, start))
         index = self.constant(rows, v.width, ("matrix", matrix, start, stop)).index
         return self.builder.make("matmul", v, width=columns, index=(index, False))
 

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loopfold.products import addmm
 from loopfold.stepgraph.graph import BATCH, Node
 from loopfold.stepgraph.loop import Builder, Value
 from loopfold.stepgraph.recipes import Recipe
@@ -55,7 +56,7 @@ def _product_and_row(terms: list[Value], recipes: list[Recipe], dtype: torch.dty
         return None
     if getattr(row.parts[0], "op", "") == "number":
         return None
-    return Recipe(torch.addmm, (row, *node.args))
+    return Recipe(addmm, (row, *node.args))
 
 
 def _terms(v: Value) -> list[Value]:
