@@ -34,7 +34,7 @@ examples: .venv/examples-ready
 gallery: .venv/ready
 	.venv/bin/python docs/gallery.py
 
-docs: .venv/docs-ready
+docs: .venv/docs-ready gallery
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
 	@echo 'The site is in site: open site/index.html in a browser, online or not.'
 
