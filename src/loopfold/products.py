@@ -94,7 +94,9 @@ def _is_plain(t: Tensor) -> bool:
 
 @functools.cache
 def _on_this_machine() -> bool:
-    from llvmlite import binding
-
+    try:
+        from llvmlite import binding
+    except ImportError:
+        return False
     zen_5_on = re.fullmatch(r"znver([5-9]|\d\d)", binding.get_host_cpu_name())
     return bool(zen_5_on) and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
