@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from loopfold.drawing.networks import circuit
 from loopfold.drawing.notation import parameter_symbols, plain, symbol
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import _size, circuit_scene, unfolded_scene
+from loopfold.drawing.routing import _crossings
 from loopfold.drawing.scene import Scene, label_of, parameter_colours
 from loopfold.drawing.unfolded import Moment, Unfolded
 
@@ -201,6 +204,44 @@ def test_a_state_that_is_carried_on_stands_in_a_straight_line(make: Any) -> None
     assert len(above) >= 2  # a product and a sum
     entering = [e for e in drawn.edges if e.source is carried and e.lag and e.target in above]
     assert all(place[0] == pytest.approx(x) for edge in entering for place in block.ways[edge])
+
+
+def test_loops_through_delays_cross_no_others() -> None:
+    embedded = lf.RecurrentLM(lf.SequenceToSequence(lf.Embedded(lf.GRU(6, 5), nn.Embedding(11, 6)), outputs=10))
+    for scene in (
+        circuit_scene(operations(lf.LSTM(3, 5))),
+        circuit_scene(operations(Three())),
+        unfolded_scene(Unfolded(operations(Three()), 2), None, False),
+        circuit_scene(circuit(lf.LSTM(3, 5), lf.Level.BOOK, None, None)),
+        circuit_scene(circuit(embedded, lf.Level.BOOK, lf.FreeRunning(), None)),
+        circuit_scene(circuit(embedded, lf.Level.BOOK, None, None)),
+    ):
+        ends = [(scene.shapes[link.source], scene.shapes[link.target]) for link in scene.links]
+        loops = [
+            (a, way.points)
+            for way, (a, b) in zip(scene.routes(), ends, strict=True)
+            if "square" in (a.kind, b.kind) or a.spot.x < b.spot.x - 1.0
+        ]
+        pairs = [(p, q) for (a, p), (b, q) in combinations(loops, 2) if a is not b]  # those of one node share a way
+        assert len(pairs) >= 2
+        assert not any(_crossings(p, np.stack([q[:-1], q[1:]])) for p, q in pairs), scene.title
+
+
+class Three(nn.Module):
+    """A state of three parts, the highest the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.U = nn.Parameter(torch.randn(5, 3))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros(batch, 5), torch.zeros(batch, 5), torch.zeros(batch, 5)
+
+    def forward(self, state: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fast, slow, memory = state
+        fast = torch.tanh(x @ self.U.T + fast + slow)
+        slow = 0.9 * slow + torch.tanh(fast)
+        return fast, slow, memory + torch.sigmoid(slow)
 
 
 def scenes(model: nn.Module, steps: int) -> tuple[Scene, Scene]:

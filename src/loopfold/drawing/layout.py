@@ -27,7 +27,7 @@ class Block:
 
     `places`   of its variables
     `ways`     the points that an edge passes on its way up, where the straight way is not free
-    `entries`  where what comes from another step enters, below all else
+    `entries`  where what comes from another step enters, below all else: what leaves highest enters highest
     `ends`     how far to the right of the middle of its source an edge begins, and of its target ends, where there are
                several
     """
@@ -352,7 +352,8 @@ class _Layers:
             room = 0.1 * max(0, *(fans[item] - 2 for item in row), 0)  # for edges that fan out
             y.append(y[-1] + below + above + 0.42 + room)
         places = {v: (self.x[v], y[self.rank[v]]) for v in self.members}
-        entries = {key: (self.x[bend], -0.22 - 0.2 * i) for i, (key, bend) in enumerate(self.entries.items())}
+        order = sorted(self.entries, key=lambda key: -self.rank.get(key[0], 0))
+        entries = {key: (self.x[self.entries[key]], -0.22 - 0.2 * i) for i, key in enumerate(order)}
         places |= _abreast(self.once, -0.85 - 0.2 * len(entries))
         ends = self._ends()
         ways: dict[Edge, list[Place]] = {}

@@ -135,7 +135,10 @@ def circuit_scene(circuit: Circuit) -> Scene:
             place, via = _delay(columns, shapes, key)
             shapes[delays[key]] = Shape(Spot(*place, 0.085, 0.085), "", LIGHT["delay"], "square")
             links.append(Link(edge.source, delays[key], ("to the delay", edge), dashed=_is_fed(edge), via=via))
-        links.append(_link(edge, delays[key], edge.target, columns.way(edge, 1, None), columns.ends(edge)))
+        way = columns.way(edge, 1, None)
+        if not way and _around(circuit, shapes, key):
+            way = ((shapes[delays[key]].spot.x, shapes[edge.target].spot.y),)
+        links.append(_link(edge, delays[key], edge.target, way, columns.ends(edge)))
     return Scene(f"The circuit of {circuit.name}", shapes, links, tuple(circuit.said.items()))
 
 
@@ -151,17 +154,41 @@ def _delay(
     block = columns.blocks[source.phase]
     x = columns.column(source.phase, 1)
     if key in block.entries:
-        enter = (x + block.entries[key][0], block.entries[key][1])
+        entries = [entry for entry in block.entries if entry[1] != 0]
+        i = entries[::-1].index(key)  # one loop around another, so that they do not cross
+        enter = (x + block.entries[key][0], block.entries[entries[i]][1])
         side = columns.right[source.phase] + 0.25 if lag > 0 else columns.left[source.phase] - 0.25
-        lane = x + side + math.copysign(_LANE * list(block.entries).index(key), lag)
+        lane = x + side + math.copysign(_LANE * i, lag)
         return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
-    targets = [edge.target for edge in columns.circuit.edges if (edge.source, edge.lag) == key]
-    y = (shapes[source].spot.y + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
+    height, targets = shapes[source].spot.y, _targets(columns.circuit, key)
+    y = (height + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
     beside = x + (columns.left[source.phase] - 0.62 if lag > 0 else columns.right[source.phase] + 0.62)
-    others = [s.spot for s in shapes.values() if s.kind == "square" and abs(s.spot.x - beside) < 0.3]
+    if around := _around(columns.circuit, shapes, key):
+        lane = beside - math.copysign(0.3 + 2 * _LANE * around, lag)
+        return (lane, y), ((lane, height),)
+    if targets == {source} and any(e.lag == lag and shapes[e.source].spot.y > y for e in columns.circuit.into(source)):
+        y -= 0.22  # what comes from above has its own place to arrive at
+    others = [s.spot for s in shapes.values() if s.kind == "square" and abs(s.spot.x - beside) < 0.2]
     while any(abs(other.y - y) < 0.3 for other in others):
         y += 0.35
     return (beside, y), ()
+
+
+def _targets(circuit: Circuit, key: tuple[Variable, int]) -> set[Variable]:
+    return {edge.target for edge in circuit.edges if (edge.source, edge.lag) == key}
+
+
+def _around(circuit: Circuit, shapes: dict[Hashable, Shape], key: tuple[Variable, int]) -> int:
+    """How far out a loop goes around others, of another variable and on the same side; 0: it goes around none."""
+
+    def ends(other: tuple[Variable, int]) -> tuple[float, float]:
+        heights = [shapes[v].spot.y for v in (other[0], *_targets(circuit, other))]
+        return min(heights), max(heights)
+
+    keys = {(e.source, e.lag) for e in circuit.edges if e.lag == key[1] and e.source.phase == key[0].phase}
+    around = {k: [o for o in keys if ends(k)[0] < ends(o)[0] and ends(o)[1] < ends(k)[1]] for k in keys}
+    wider = sorted((k for k in keys if around[k]), key=ends, reverse=True)
+    return wider[::-1].index(key) + 1 if key in wider else 0
 
 
 # ------------------------------------------------------------------ the unfolded graph
