@@ -21,7 +21,7 @@ from loopfold.drawing.networks import circuit
 from loopfold.drawing.notation import parameter_symbols, plain, symbol
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import _size, circuit_scene, unfolded_scene
-from loopfold.drawing.routing import _crossings
+from loopfold.drawing.routing import _crossings, resampled
 from loopfold.drawing.scene import Scene, label_of, parameter_colours
 from loopfold.drawing.unfolded import Moment, Unfolded
 
@@ -244,6 +244,47 @@ class Three(nn.Module):
         return fast, slow, memory + torch.sigmoid(slow)
 
 
+class LongNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_to_hidden, self.hidden_to_hidden = nn.Linear(3, 5), nn.Linear(5, 5, bias=False)
+        self.leak_of_the_membrane = nn.Parameter(torch.rand(5))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.zeros(batch, 5)
+
+    def forward(self, membrane_potential: Tensor, sensory_input: Tensor) -> Tensor:
+        candidate = torch.tanh(self.input_to_hidden(sensory_input) + self.hidden_to_hidden(membrane_potential))
+        return (1 - self.leak_of_the_membrane) * membrane_potential + self.leak_of_the_membrane * candidate
+
+
+@pytest.mark.parametrize("level", lf.Level)
+def test_a_long_label_stands_beside_its_own_edge(level: lf.Level) -> None:
+    scene = circuit_scene(circuit(LongNames(), level, None, torch.zeros(1, 1, 3)))
+    routes = scene.routes()
+    for i, (link, way) in enumerate(zip(scene.links, routes, strict=True)):
+        if way.label:
+            half = np.array(link.label_size())
+            away = [np.maximum(np.abs(resampled(r.points, 200) - way.label) - half, 0).max(1).min() for r in routes]
+            others = [gap for gap, ln in zip(away, scene.links, strict=True) if ln.source != link.source]
+            assert away[i] < min(0.15, *others), link.parameters
+
+
+def test_labels_side_by_side_are_not_read_as_one() -> None:
+    scene, _ = scenes(lf.VectorToSequence(lf.LSTM(3 + 4, 5), outputs=4), 3)
+    boxes = [(r.label, ln.label_size()) for r, ln in zip(scene.routes(), scene.links, strict=True) if r.label]
+    for (a, size), (b, other) in combinations(boxes, 2):
+        apart = np.abs(np.subtract(a, b)) - np.add(size, other)
+        assert apart[0] > 0.09 or apart[1] > 0, (a, b)
+
+
+def test_a_name_of_several_words_is_large_enough_to_be_read() -> None:
+    figure = paint(circuit_scene(circuit(LongNames(), lf.Level.BOOK, None, torch.zeros(1, 1, 3)))).figure
+    names = [text for text in figure.axes[0].texts if "potential" in text.get_text()]
+    assert [plain(text.get_text()) for text in names] == ["membrane_\npotential"]
+    assert float(names[0].get_fontsize()) > 6
+
+
 def scenes(model: nn.Module, steps: int) -> tuple[Scene, Scene]:
     unfolded = Unfolded(circuit(model, lf.Level.BOOK, None, None), steps)
     return unfolded_scene(unfolded, None, False), unfolded_scene(unfolded, None, True)
@@ -291,6 +332,17 @@ def test_matrices_stand_in_the_order_of_their_product() -> None:
         if len(link.parameters) > 1
     }
     assert plain(found) == "U E"
+
+
+def test_matrices_that_stand_abreast_are_no_product() -> None:
+    """W_gate x and U x are added: U W_gate would say something else."""
+    gates = circuit_scene(circuit(Layers(), lf.Level.BOOK, None, torch.zeros(1, 1, 3)))
+    assert "Wgate, U" in [plain(link.label()[0]) for link in gates.links]
+    after = lf.Embedded(Layers(), nn.Embedding(11, 3))  # both after E
+    drawn = circuit_scene(circuit(after, lf.Level.BOOK, None, torch.zeros(1, 1).long()))
+    assert [link.product for link in drawn.links if "E" in link.parameters and len(link.parameters) == 3] == [False]
+    chain = lf.Embedded(lf.Elman(6, 5), nn.Embedding(11, 6))
+    assert all(link.product for link in circuit_scene(circuit(chain, lf.Level.BOOK, None, None)).links)
 
 
 class Named(lf.Transition):

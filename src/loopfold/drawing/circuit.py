@@ -63,6 +63,7 @@ class Edge:
     """`target` reads `source`: of the same step, or of `lag` steps before (-1: of the step after).
 
     `parameters`  what the value is multiplied with on its way, as mathtext: U, W, V
+    `product`     whether each of them multiplies what the one before it has made, as in U E x, or some stand abreast
     `form`        what is done to the value, where `source` is an operation with several results
     `note`        a word on that
     `flows`       whether gradients come back through it: not to what is given, nor through a choice
@@ -72,6 +73,7 @@ class Edge:
     target: Variable
     lag: int = 0
     parameters: tuple[str, ...] = ()
+    product: bool = True
     form: Callable[[Any], Any] | None = None
     note: str = ""
     flows: bool = True
@@ -183,7 +185,11 @@ class Circuit:
             reads = [node for node in traced.order(inside) if node in known]
             multiplied = traced.multiplied(inside, reads, traced.parameters_of)
             labelled = [
-                replace(known[node], edge={"parameters": (*multiplied[node],)}, split=traced.split(multiplied[node]))
+                replace(
+                    known[node],
+                    edge={"parameters": (*multiplied[node].names,), "product": multiplied[node].product},
+                    split=traced.split(multiplied[node].names),
+                )
                 for node in reads
             ]
             self.connect(result, labelled, traced.rule(root, inside, reads))
@@ -209,8 +215,8 @@ class Circuit:
                     made,
                     read,
                     traced.argument(node) is read,
-                    traced.split(multiplied[read]),
-                    parameters=(*multiplied[read],),
+                    traced.split(multiplied[read].names),
+                    parameters=(*multiplied[read].names,),
                     note=traced.formulas.beside(node, read, traced.is_read),
                 )
                 for read in reads
@@ -227,6 +233,18 @@ class Circuit:
 def same(values: Sequence[Any], batch: int) -> Any:
     """The rule of what only passes a value on."""
     return values[0]
+
+
+@dataclass
+class _Factors:
+    """What a value is multiplied with on its way.
+
+    `names`    True: it multiplies the value itself, and not what a matrix has made of it
+    `product`  whether each of them multiplies what the one before it has made
+    """
+
+    names: dict[str, bool] = field(default_factory=dict)
+    product: bool = True
 
 
 class _Traced:
@@ -274,27 +292,28 @@ class _Traced:
 
     def multiplied(
         self, inside: Sequence[Node], reads: Sequence[Node], names: Callable[[Node], list[str]]
-    ) -> dict[Node, dict[str, bool]]:
-        """What each of `reads` is multiplied with by the operations `inside`, by the `names` of each such factor.
-
-        True: it multiplies the value itself, and not what a matrix has made of it.
-        """
+    ) -> dict[Node, _Factors]:
+        """What each of `reads` is multiplied with by the operations `inside`, by the `names` of each such factor."""
         kept = set(inside)
-        comes_from: dict[Node, set[Node]] = {node: {node} for node in reads}
-        itself = dict(comes_from)
-        found: dict[Node, dict[str, bool]] = {node: {} for node in reads}
+        comes_from: dict[Node, dict[Node, set[str]]] = {node: {node: set()} for node in reads}  # and by which factors
+        itself: dict[Node, set[Node]] = {node: {node} for node in reads}
+        found = {node: _Factors() for node in reads}
         for node in self.graph.operations:
             if node not in kept or not self.varies[node]:
                 continue
             inputs = node.inputs()
-            comes_from[node] = set().union(*(comes_from.get(n, set()) for n in inputs))
+            ways = [way for n in inputs for way in comes_from.get(n, {}).items()]
+            comes_from[node] = {read: set().union(*(by for r, by in ways if r is read)) for read, _ in ways}
             mixes = aten(node.op).product not in (None, Product.EACH)
             itself[node] = set() if mixes else set().union(*(itself.get(n, set()) for n in inputs))
             factors = inputs[slice(*aten(node.op).factors)]
             for name in (name for n in factors if not self.is_read(n) for name in names(n)):
                 for n in factors:
-                    for read in comes_from.get(n, set()):
-                        found[read][name] = found[read].get(name, True) and read in itself.get(n, set())
+                    for read, by in comes_from.get(n, {}).items():
+                        factor = found[read]
+                        factor.product &= by.issuperset(factor.names.keys() - {name})
+                        factor.names[name] = factor.names.get(name, True) and read in itself.get(n, set())
+                        comes_from[node][read].add(name)
         return found
 
     def split(self, names: dict[str, bool]) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from statistics import median
 from typing import Any
 
 from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
+from loopfold.drawing.routing import WIDE
+from loopfold.drawing.scene import label_size
 from loopfold.wiring import When
 
 ROW = 0.95  # from one row of the book's variables to the next
@@ -190,6 +192,10 @@ class _Layers:
             near[a].append(b)
             near[b].append(a)
         self.half = {i: i.half_width if isinstance(i, _Bend) else self.size(i)[0] for i in near}  # asked for very often
+        for edge in self.chains:
+            beside, _ = label_size(edge.parameters, edge.note, edge.product)
+            if beside > WIDE and edge.target.role is Role.OPERATION:
+                self.half[edge.target] = max(self.half[edge.target], 2 * beside)  # on one side of the edge or the other
         best: tuple[Any, ...] = (float("inf"),)
         for beginning in range(max(12, TRIED // len(near))):
             self._begin(near, random.Random(beginning))

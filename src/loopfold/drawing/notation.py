@@ -18,6 +18,7 @@ _PLAIN = {
     r"\cdot ": "·",
     r"\cdot": "·",
     r"\,": " ",
+    r"\;": " ",
     r"\mathrm": "",
     r"\odot": "⊙",
     r"\rightarrow": "→",

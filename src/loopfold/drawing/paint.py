@@ -1,5 +1,6 @@
 """Paint nodes and edges as a figure."""
 
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -14,14 +15,14 @@ from loopfold.drawing.scene import (
     Scene,
     Shape,
     head_size,
-    label_of,
-    label_size,
     parameter_colours,
     pen,
     text_size,
 )
 
 _GAP = 0.7  # between graphs side by side
+LARGE = 12.0  # the size of letters in a circle
+_WORDS = re.compile(r"\$\\mathrm\{([^{}]*\\_[^{}]*)\}(.*)\$")  # a name of several words, and what stands above it
 
 
 def paint(scene: Scene) -> Drawing:
@@ -69,7 +70,7 @@ def _extent(scene: Scene, routes: list[Route]) -> tuple[Any, Any]:
     corners += [way.points for way in routes]
     for way, link in zip(routes, scene.links, strict=True):
         if way.label:
-            half = np.array(label_size(link.parameters, link.note))
+            half = np.array(link.label_size())
             corners.append(np.array([np.array(way.label) - half, np.array(way.label) + half]))
     points = np.concatenate(corners)
     return points.min(0) - 0.12, points.max(0) + 0.12
@@ -91,16 +92,13 @@ def _paint_shape(axes: Any, shape: Shape) -> None:
         corner = (spot.x - spot.half_width + 0.05, spot.y - spot.half_height + 0.05)
         size = 2 * spot.half_width - 0.1, 2 * spot.half_height - 0.1
         axes.add_patch(FancyBboxPatch(corner, *size, boxstyle="round,pad=0.05", **{**line, "linewidth": 0.8}))
-    font = 9.0 if shape.kind == "box" else 12.0
-    if shape.kind == "circle" and shape.text:
-        width, _ = text_size(shape.text, font)
-        font *= min(1.0, 1.72 * spot.half_width / width)
-    up = 0.06 if shape.note and shape.kind == "circle" else 0.0
-    if shape.text:
+    text, font = _fitted(shape.text, 1.66 * spot.half_width) if shape.kind == "circle" else (shape.text, 9.0)
+    up = (0.08 if "_{" in text else 0.06) if shape.note and shape.kind == "circle" else 0.0
+    if text:
         axes.text(
             spot.x,
             spot.y + up,
-            shape.text,
+            text,
             ha="center",
             va="center_baseline" if shape.kind == "box" else "center",
             fontsize=font,
@@ -111,6 +109,18 @@ def _paint_shape(axes: Any, shape: Shape) -> None:
         axes.text(
             spot.x, spot.y - 0.13, shape.note, ha="center", va="center", fontsize=6.5, color=LIGHT["ink"], zorder=4
         )
+
+
+def _fitted(text: str, room: float) -> tuple[str, float]:
+    """A name as large as its circle allows; one of several words has a line for each, if it would be small in one."""
+    size = LARGE * min(1.0, room / (text_size(text, LARGE)[0] or room))
+    name = _WORDS.fullmatch(text)
+    if size > 0.6 * LARGE or name is None:
+        return text, size
+    *first, last = (rf"$\mathrm{{{word}\_}}$" for word in name[1].split(r"\_"))
+    lines = [*first, last.replace(r"\_}$", f"}}{name[2]}$")]
+    widest = max(text_size(line, LARGE)[0] for line in lines)
+    return "\n".join(lines), LARGE * min(room / widest, 0.6, 1.8 / len(lines))
 
 
 def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ...], str]) -> None:
@@ -143,7 +153,7 @@ def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ..
     )
     if way.label:
         shade = colour if link.parameters else LIGHT["muted"]
-        text, font = label_of(link.parameters, link.note)
+        text, font = link.label()
         axes.text(
             *way.label,
             text,

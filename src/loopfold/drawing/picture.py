@@ -45,8 +45,8 @@ class _Columns:
         self.circuit = circuit
         self.taus = taus
         self.orders = [_shown(tau, most) for tau in taus]
-        across = [label_size(e.parameters, e.note)[0] for e in circuit.edges if e.lag != 0]
-        gap = max([gap, *(2 * half + 0.45 for half in across)])  # a label fits between two columns
+        self.across = [label_size(e.parameters, e.note, e.product)[0] for e in circuit.edges if e.lag != 0]
+        gap = max([gap, *(2 * half + 0.45 for half in self.across)])  # a label fits between two columns
         self.blocks = blocks(circuit, _size)
         self.left: dict[int, float] = {}  # of a block, relative to its own zero
         self.right: dict[int, float] = {}
@@ -162,11 +162,13 @@ def _delay(
         return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
     height, targets = shapes[source].spot.y, _targets(columns.circuit, key)
     y = (height + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
-    beside = x + (columns.left[source.phase] - 0.62 if lag > 0 else columns.right[source.phase] + 0.62)
+    away = max([0.62, *(2 * half + 0.2 for half in columns.across)])
+    beside = x + (columns.left[source.phase] - away if lag > 0 else columns.right[source.phase] + away)
     if around := _around(columns.circuit, shapes, key):
         lane = beside - math.copysign(0.3 + 2 * _LANE * around, lag)
         return (lane, y), ((lane, height),)
-    if targets == {source} and any(e.lag == lag and shapes[e.source].spot.y > y for e in columns.circuit.into(source)):
+    from_states = [e.source for e in columns.circuit.into(source) if e.lag == lag and e.source.role is Role.STATE]
+    if targets == {source} and any(shapes[v].spot.y > y for v in from_states):
         y -= 0.22  # what comes from above has its own place to arrive at
     others = [s.spot for s in shapes.values() if s.kind == "square" and abs(s.spot.x - beside) < 0.2]
     while any(abs(other.y - y) < 0.3 for other in others):
@@ -253,7 +255,9 @@ def _link(
     size: float | None = None,
 ) -> Link:
     off = (ends[0], ends[1])
-    return Link(source, target, edge, edge.parameters, edge.note, _is_fed(edge), size, via, off, _does(edge))
+    return Link(
+        source, target, edge, edge.parameters, edge.note, _is_fed(edge), size, via, off, _does(edge), edge.product
+    )
 
 
 def _does(edge: Edge) -> Does:

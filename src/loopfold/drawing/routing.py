@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 Points = NDArray[np.float64]  # [points, 2], in inches
 
 GAP = 0.09  # between an edge and a node that it passes
+BETWEEN = np.array([0.1, 0.0])  # two labels side by side, which would be read as one
+WIDE = 0.3  # half the width of a label that takes its place before others
 SAMPLES = 25  # points along a curve
 
 
@@ -93,7 +95,8 @@ class _Router:
             self.pieces = np.concatenate([self.pieces, [path[:-1], path[1:]]], 1)
         places: dict[Hashable, Points] = {}
         labels: list[tuple[float, float] | None] = [None] * len(self.lines)
-        for i in order:
+        wide = [i for i in order if self.lines[i].label[0] > WIDE]  # beside a short line there are two places, at least
+        for i in (*wide[::-1], *(i for i in order if i not in wide)):
             line = self.lines[i]
             if not any(line.label):
                 continue
@@ -239,10 +242,10 @@ class _Router:
         nearest = np.clip(self.centres, place - half, place + half)
         away = np.abs(nearest - self.centres)
         nodes = np.where(self.round, np.hypot(*away.T) < self.halves[:, 0], (away < self.halves).all(1))
-        boxes = (np.abs(self.boxes[:, :2] - place) < self.boxes[:, 2:] + half).all(1)
+        boxes = (np.abs(self.boxes[:, :2] - place) < self.boxes[:, 2:] + half + BETWEEN).all(1)
         gap = np.maximum(np.abs(points - place) - half, 0).max(1)  # from the label's border to each point
         nearer = bool((gap[~mine] < gap[mine].min() + 0.03).any())
-        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int((gap == 0).sum()) + 0.5 * nearer
+        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int((gap == 0).sum()) + 3.0 * nearer
 
 
 # ------------------------------------------------------------------ geometry

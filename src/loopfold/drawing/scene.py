@@ -50,6 +50,13 @@ class Link:
     via: tuple[tuple[float, float], ...] = ()  # points that it must pass
     ends: tuple[float, float] = (0.0, 0.0)  # how far right of the middle of its source and target it begins and ends
     does: Does = Does.OTHER
+    product: bool = True  # of its parameters: whether each multiplies what the one before it has made
+
+    def label(self) -> tuple[str, float]:
+        return label_of(self.parameters, self.note, self.product)
+
+    def label_size(self) -> tuple[float, float]:
+        return label_size(self.parameters, self.note, self.product)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Scene:
                 ln.source,
                 ln.target,
                 _kind(ln),
-                label_size(ln.parameters, ln.note),
+                ln.label_size(),
                 0.42 * head_size(pen(ln)[0]),
                 ln.via,
                 ln.ends,
@@ -100,7 +107,7 @@ class Scene:
                 width, _ = pen(link)
                 colour = colours.get(link.parameters, LIGHT["ink"])
                 look = [f'color="{colour}", penwidth={width:.2g}']
-                if text := plain(label_of(link.parameters, link.note)[0]):
+                if text := plain(link.label()[0]):
                     look.append(f'label={_quoted(text)}, fontcolor="{colour}"')
                 if link.dashed:
                     look.append("style=dashed")
@@ -149,16 +156,17 @@ def parameter_colours(links: list[Link]) -> dict[tuple[str, ...], str]:
     return colours | dict(zip(others, cycle([c for c in CYCLE if c not in kept]), strict=False))
 
 
-def label_of(parameters: tuple[str, ...], note: str) -> tuple[str, float]:
+def label_of(parameters: tuple[str, ...], note: str, product: bool = True) -> tuple[str, float]:
     """What stands beside an edge, and the size of its letters."""
     if parameters:
-        return "$" + r"\,".join(reversed(parameters)) + "$", 10.5  # U E x: what multiplies first stands last
+        # U E x: what multiplies first stands last; what stands abreast, as W_i and W_f, is no product
+        return "$" + (r"\,".join(reversed(parameters)) if product else r",\;".join(parameters)) + "$", 10.5
     return note, 9.5 if note.startswith("$") else 7.5  # a name of the step's own, or a word
 
 
-def label_size(parameters: tuple[str, ...], note: str) -> tuple[float, float]:
+def label_size(parameters: tuple[str, ...], note: str, product: bool = True) -> tuple[float, float]:
     """Half the width and height of what stands beside an edge; zero for nothing."""
-    text, font = label_of(parameters, note)
+    text, font = label_of(parameters, note, product)
     if not text:
         return 0.0, 0.0
     width, height = text_size(text, font)
