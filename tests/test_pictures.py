@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,18 @@ class Three(nn.Module):
         fast = torch.tanh(x @ self.U.T + fast + slow)
         slow = 0.9 * slow + torch.tanh(fast)
         return fast, slow, memory + torch.sigmoid(slow)
+
+
+def test_each_arrow_has_its_own_place_at_a_node() -> None:
+    """No head lies on another, nor on the beginning of what leaves there."""
+    both = lf.Stacked([lf.Bidirectional(lf.GRU(n, 5), lf.GRU(n, 5)) for n in (3, 10)])
+    model = lf.EncoderDecoder(both, lf.Stacked([lf.GRU(10 + 4, 6), lf.GRU(6, 6)]), outputs=4)
+    scene = unfolded_scene(Unfolded(circuit(model, lf.Level.BOOK, None, None), (3, 3)), None, False)
+    ways = [*zip(scene.links, (way.points for way in scene.routes()), strict=True)]
+    ends = [(link.target, way[-1]) for link, way in ways]
+    begins = [(link.source, way[0]) for link, way in ways]
+    for (a, p), (b, q) in product(ends, ends + begins):
+        assert a != b or p is q or np.hypot(*(p - q)) > 0.1, a
 
 
 class LongNames(nn.Module):

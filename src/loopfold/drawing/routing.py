@@ -160,10 +160,13 @@ class _Router:
         if abs(chord[0]) > 0.2 and abs(chord[1]) > 0.2:  # along a lane between columns, or between rows
             for lane in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9):
                 x, y = a.centre + lane * chord
+                if abs(chord[1]) > 1.2:  # and from there to a border of the target that others do not come to
+                    turn = np.array([x, b.y - math.copysign(0.6, chord[1])])
+                    yield _rounded([a.centre, np.array([x, a.y]), turn, b.centre]), 1.1 + abs(lane - 0.5)
                 yield _rounded([a.centre, np.array([x, a.y]), np.array([x, b.y]), b.centre]), 1.2 + abs(lane - 0.5)
                 yield _rounded([a.centre, np.array([a.x, y]), np.array([b.x, y]), b.centre]), 1.2 + abs(lane - 0.5)
         for aside in (0.45, -0.45, 0.6, -0.6, 0.75, -0.75):  # down beside the column, and below everything
-            corners = [(a.x + aside, a.y), (a.x + aside, self.floor), (b.x, self.floor)]
+            corners = [(a.x + aside, a.y - 0.5), (a.x + aside, self.floor), (b.x, self.floor)]
             yield _rounded([a.centre, *map(np.array, corners), b.centre]), 4.0 + abs(aside)
 
     def _on_its_way(self, path: Points, line: Line) -> float:
