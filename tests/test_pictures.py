@@ -24,6 +24,7 @@ from loopfold.drawing.picture import _size, circuit_scene, unfolded_scene
 from loopfold.drawing.routing import _crossings, resampled
 from loopfold.drawing.scene import Scene, label_of, parameter_colours
 from loopfold.drawing.unfolded import Moment, Unfolded
+from loopfold.report.sections import _ends
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -457,3 +458,8 @@ def test_an_unknown_ending_is_refused_before_the_work(tmp_path: Path) -> None:
 def test_nothing_covers_the_map_of_gradients_on_paper() -> None:
     css = (Path(lf.__file__).parent / "report" / "page.css").read_text()
     assert re.search(r"@media print \{[^@]*\.over canvas \{ display: none \}", css)
+
+
+def test_a_narrow_page_names_the_lines_across_a_learning_curve_too() -> None:
+    found = _ends({"train": [(1, 2.5), (2, 2.25)]}, {"6-gram, test text": 1.5, "model, test text": 2.0})
+    assert re.findall(r">([^<]+)</li>", found) == ["train 2.250", "model, test text 2.000", "6-gram, test text 1.500"]

@@ -166,19 +166,21 @@ def the_curve(subject: Subject) -> Section:
     about = "The loss in training and on the valid text"
     rest = f"; across, how the run and its baselines do on the {subject.part} text" if lines else ""
     body = figure(
-        scroll_box(picture(drawing), "Learning curve"), f"{about}{escape(rest)}.{_ends(curves)}", "wide curve"
+        scroll_box(picture(drawing), "Learning curve"), f"{about}{escape(rest)}.{_ends(curves, lines)}", "wide curve"
     )
     return Section("curve", "Learning curve", body)
 
 
-def _ends(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """The curves by their names and colours, for a screen on which those beside the picture have no room."""
+def _ends(curves: Mapping[str, Sequence[tuple[float, float]]], across: Mapping[str, float]) -> str:
+    """The curves and the lines across by their names, for a screen on which those beside the picture have no room."""
     last = {name: [y for _, y in points if math.isfinite(y)][-1:] for name, points in curves.items()}
     items = [(name, y[0]) for name, y in last.items() if y]
     lines = [
         f'<li style="color: var(--lf-{use})">{escape(name)} {y:.3f}</li>'
         for (name, y), use in zip(items, cycle(TURNS), strict=False)
     ]
+    drawn = sorted(((y, name) for name, y in across.items() if math.isfinite(y)), reverse=True)  # from the top down
+    lines += [f'<li style="color: var(--lf-muted)">{escape(name)} {y:.3f}</li>' for y, name in drawn]
     return f'<ul class="ends">{"".join(lines)}</ul>'
 
 
