@@ -44,7 +44,7 @@ def legend(scene: Scene, left: float, bottom: float, right: float) -> list[Key]:
         (
             any(s.dashed for s in shapes),
             Shape(spot, "", LIGHT["paper"], "circle", dashed=True),
-            "before the first step",
+            "what it starts from",
         ),
         (any(link.dashed for link in links), Link(0, 0, 0, dashed=True), "fed back"),
         (any(s.kind == "dots" for s in shapes), r"$\cdots$", "steps that are not shown"),
