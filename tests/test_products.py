@@ -75,6 +75,20 @@ def test_values_and_both_derivatives(
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_numbers_may_lie_in_memory_in_any_way(taken: list[tuple[int, ...]]) -> None:
+    """A row of which every second number is taken, or one number many times; rows that overlap."""
+    a = torch.randn(20, 8)
+    rows = [torch.randn(14)[::2], torch.randn(1).expand(7), torch.randn(9)[2:]]
+    matrices = [torch.randn(8, 14)[:, ::2], torch.randn(14).as_strided((8, 7), (1, 1)), torch.randn(8, 1).expand(8, 7)]
+    for c in rows:
+        for b in (*matrices, matrices[1].T.contiguous().T):
+            torch.testing.assert_close(products.addmm(c, a, b), torch.addmm(c, a, b), rtol=1e-5, atol=1e-5)
+    for m in matrices[1:]:
+        torch.testing.assert_close(products.mm(a.T, m.T.repeat(3, 1)[:20]), a.T @ m.T.repeat(3, 1)[:20])
+        torch.testing.assert_close(products.mm(m.T, a[:8]), m.T @ a[:8])
+    assert len(taken) >= 16
+
+
 def test_what_is_no_number_stays_where_it_was() -> None:
     a, b = torch.randn(20, 33), torch.randn(33, 18)
     a[3, 32], a[7, 0], b[5, 17] = torch.inf, torch.nan, -torch.inf

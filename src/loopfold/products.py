@@ -67,7 +67,15 @@ def _onednn(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _linear(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
+    if not any(near == 1 and far >= size for near, far, size in (_steps(b), _steps(b.T))):  # its rows overlap, say
+        b = b.contiguous()
+    c = c if c is None else c.contiguous()  # which it reads as if it were
     return torch.ops.mkldnn._linear_pointwise(a, b.T, c, "none", [], "")
+
+
+def _steps(b: Tensor) -> tuple[int, int, int]:
+    """How far apart in memory the numbers of a row are, and the rows; and how long a row is."""
+    return b.stride(1), b.stride(0), b.shape[1]
 
 
 def grain(size: int) -> int:
