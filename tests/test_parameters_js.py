@@ -195,9 +195,33 @@ class ComputedStart(Timescales):
         return torch.tanh(self.start).expand(batch, -1)
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+class ReversedStart(Timescales):
+    def initial_state(self, batch: int) -> Tensor:
+        return Reversed.apply(self.start).expand(batch, -1)
+
+
+class HalfLearned(Timescales):
+    """A part of the first state follows the parameters, but no gradient goes there."""
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.cat([self.start[:1].detach(), self.start[1:]]).expand(batch, -1)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
+        (ReversedStart, "other gradients"),
+        (HalfLearned, "other gradients"),
         (Computed, "computes something from its parameters alone"),
         (Detached, "out of the gradient"),
         (ComputedStart, "computes something from its parameters alone"),
@@ -218,6 +242,11 @@ def test_what_cannot_be_trained_is_refused(kind: Any, why: str, tmp_path: Path) 
     found, table = node(tmp_path / "m.mjs", "create, parameters", code)
     torch.testing.assert_close(torch.tensor(found), dx, atol=1e-5, rtol=1e-5)
     assert table == {}
+
+
+def test_half_precision_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"half precision, .* type model\.float\(\) first"):
+        lf.export(lf.GRU(2, 3).bfloat16(), tmp_path / "m.mjs", backward=True)
 
 
 def test_the_page_on_it(page: dict[str, Any]) -> None:

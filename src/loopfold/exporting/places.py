@@ -53,7 +53,10 @@ def places_of(model: nn.Module, x: Any = None, context: Any = None) -> Places:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         return Places({}, [], [], [])
-    if StepProgram.of(model, x, context, learning=True).cut_off:
+    if any(p.dtype.itemsize < 4 for p in named.values()):
+        raise Refusal("it has parameters in half precision, where small steps are lost: type model.float() first.")
+    program = StepProgram.of(model, x, context, learning=True)
+    if program.cut_off:
         raise Refusal("it takes a matrix of parameters out of the gradient, as detach() does, which no weight can say.")
     count = sum(p.numel() for p in named.values())
     generator, address = torch.Generator().manual_seed(0), torch.arange(1, count + 1)
@@ -68,6 +71,8 @@ def places_of(model: nn.Module, x: Any = None, context: Any = None) -> Places:
             "it computes something from its parameters alone, such as a normalised matrix or a first state, that only "
             "torch can compute before the first step; what works number by number on a row is no trouble."
         )
+    if not _begins_plainly(program, which, fixed, [*named.values()]):
+        raise Refusal("it starts from parameters in a way that gives them other gradients than the state has.")
     at = (~fixed).nonzero().flatten()
     place = torch.full((count,), _NOWHERE).scatter_reduce(0, which[at], at, "amin", include_self=False)  # the first
     again = at[place[which[at]] != at]
@@ -91,6 +96,23 @@ def _numbers_with(table: Tensor, parameters: list[nn.Parameter], model: nn.Modul
     """The weights of a model's program when its parameters have these values."""
     with _holding(parameters, table):
         return StepProgram.of(model, x, context, learning=True).numbers()
+
+
+def _begins_plainly(program: StepProgram, which: Tensor, fixed: Tensor, parameters: list[nn.Parameter]) -> bool:
+    """Whether a gradient by the first state is one by those numbers of the parameters that stand there."""
+    sizes, generator = [leaf.size for leaf in program.state], torch.Generator().manual_seed(1)
+    arriving = [torch.randn(size, generator=generator) * learned
+                for size, learned in zip(sizes, program.learned, strict=True)]  # fmt: skip
+    pairs = [(leaf, g.to(leaf).view_as(leaf)) for leaf, g in zip(program.begins, arriving, strict=True)
+             if leaf.requires_grad]  # fmt: skip
+    if not pairs:
+        return True
+    outputs, gradients = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, parameters, gradients, retain_graph=True, materialize_grads=True)
+    behind = len(fixed) - sum(sizes)
+    there = torch.where(fixed[behind:], 0, torch.cat(arriving))
+    expected = torch.zeros(sum(p.numel() for p in parameters)).index_add_(0, which[behind:], there)
+    return torch.allclose(torch.cat([g.flatten().to(expected) for g in found]), expected, atol=1e-5)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class StepProgram:
     constants: tuple[Tensor, ...]
     inputs: tuple[tuple[int, Tensor | None], ...]  # for each input the leaf of x, and its table
     counts: bool  # an input that follows the leaves of x is the number of the step
-    learned: tuple[bool, ...]  # whether each leaf of the first state is made of parameters that are trained
+    begins: tuple[Tensor, ...]  # the first state as autograd knows it, with what it is made of
     cut_off: bool  # whether a constant is made of such parameters, but no gradient goes to them, as by detach
 
     @staticmethod
@@ -144,6 +144,11 @@ class StepProgram:
             x = _example(model, f, context) if x is None else map_state(lambda leaf: leaf[:1], x)
             context = None if context is None else map_state(lambda leaf: leaf[:1], context)
             return _program(model, f, x, context, learning)
+
+    @property
+    def learned(self) -> tuple[bool, ...]:
+        """Whether each leaf of the first state is made of parameters that are trained."""
+        return tuple(leaf.requires_grad for leaf in self.begins)
 
     @cached_property
     def forward(self) -> Schedule:
@@ -228,7 +233,7 @@ def _example(model: Any, f: nn.Module, context: State | None) -> State | None:
 def _program(model: Any, f: nn.Module, x: State | None, context: State | None, learning: bool) -> StepProgram:
     with torch.enable_grad():
         start = start_of(f, 1, x, context)
-    learned = tuple(leaf.requires_grad for leaf in leaves(start))
+    begins = tuple(leaves(start))
     start = map_state(Tensor.detach, start)
     like, cell, moving = leaves(start)[0], f, len(all_leaves(x))
     counts = asks_for_index(f, 1 + (x is not None) + (context is not None))
@@ -279,7 +284,7 @@ def _program(model: Any, f: nn.Module, x: State | None, context: State | None, l
         constants=tuple(plain(recipe.make(values)) for recipe in loop.constants),
         inputs=tuple((leaf, None if table is None else plain(values[table])) for leaf, table in code.reads),
         counts=counts,
-        learned=learned,
+        begins=begins,
         cut_off=any(node.op == "detach" and trained & {*needed_for([node], set())} for node in made),
     )
 
