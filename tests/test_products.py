@@ -134,6 +134,24 @@ def test_small_products_are_left_to_torch(taken: list[tuple[int, ...]], monkeypa
     assert taken == [(4, 3, 5)]
 
 
+def test_a_sum_over_steps_has_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one feature too, where rows and columns lie in memory alike."""
+    sizes = set[tuple[int, ...]]()
+    linear = products._linear
+
+    def noted(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
+        sizes.add((*a.shape, b.shape[1]))
+        return linear(a, b, c)
+
+    monkeypatch.setattr(products, "_linear", noted)
+    for n_in in (1, 3):
+        for steps in range(512, 1024):
+            x, g = torch.randn(steps, n_in), torch.randn(steps, 4)
+            for a, b in ((x.T, g), (g.T, x)):
+                torch.testing.assert_close(products.mm(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    assert len(sizes) <= 4 * 16
+
+
 @pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("make", zoo.WITH_INPUT, ids=lambda m: m.__name__)
 def test_engines_agree(engine: lf.Engine, make: Callable[[int, int], nn.Module]) -> None:

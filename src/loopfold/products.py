@@ -54,12 +54,13 @@ def _onednn(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`c + a @ b`. oneDNN takes `b` as it lies in memory, and copies `a` where that does not lie row by row.
 
     It makes code for each size and keeps it, up to half a megabyte. The number of rows may differ from batch to batch,
-    so it is given 16 sizes from a power of two to the next: `a` gets more rows, and torch adds the last of a sum.
+    so it is given 16 sizes from a power of two to the next: `a` gets more rows, and torch adds the last of a sum. One
+    row has all of its numbers to add up, as many as there are steps where x has one feature.
     """
-    if a.is_contiguous():
-        rows = len(a)
+    rows = len(a)
+    if rows > 1 and a.is_contiguous():
         return _linear(F.pad(a, (0, 0, 0, -rows % grain(rows))), b, c)[:rows]
-    if c is None and (b.T.is_contiguous() or a.numel() > b.numel()):
+    if rows > 1 and c is None and (b.T.is_contiguous() or a.numel() > b.numel()):
         return _onednn(None, b.T, a.T).T
     rows = a.shape[1] // grain(a.shape[1]) * grain(a.shape[1])
     total = _linear(a[:, :rows], b[:rows], c)
