@@ -22,6 +22,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where oneDNN is faster, and for products of any size."""
     monkeypatch.setattr(products, "_on_this_machine", lambda: True)
     monkeypatch.setattr(products, "LEAST", 1)
+    monkeypatch.setattr(products, "NARROW", 1)
 
 
 @pytest.fixture
@@ -49,7 +50,9 @@ LAYOUTS = ["by rows", "by columns", "apart"]
 
 @pytest.mark.parametrize("a_layout", LAYOUTS)
 @pytest.mark.parametrize("b_layout", LAYOUTS)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 3, 17), (17, 40, 2), (1, 33, 9), (64, 7, 1), (45, 35, 6)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (5, 3, 17), (17, 40, 2), (1, 33, 9), (64, 7, 1), (45, 35, 6), (45, 6, 35)], ids=str
+)
 def test_values_and_both_derivatives(
     a_layout: str, b_layout: str, sizes: tuple[int, int, int], taken: list[tuple[int, ...]]
 ) -> None:
@@ -131,11 +134,14 @@ def test_small_products_are_left_to_torch(taken: list[tuple[int, ...]], monkeypa
     products.mm(torch.randn(4, 3), torch.randn(3, 5))
     products.mm(torch.randn(4, 3), torch.randn(3, 4))
     products.mm(torch.randn(0, 3), torch.randn(3, 5))
+    monkeypatch.setattr(products, "NARROW", 4)
+    products.mm(torch.randn(5, 3), torch.randn(3, 6))
     assert taken == [(4, 3, 5)]
 
 
 def test_a_sum_over_steps_has_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one feature too, where rows and columns lie in memory alike."""
+    """So has what goes with it: a product of all steps, and its gradient by x."""
+    monkeypatch.setattr(products, "NARROW", 2)  # of one row, rows and columns lie in memory alike
     sizes = set[tuple[int, ...]]()
     linear = products._linear
 
@@ -145,11 +151,12 @@ def test_a_sum_over_steps_has_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(products, "_linear", noted)
     for n_in in (1, 3):
+        W = torch.randn(n_in, 4)
         for steps in range(512, 1024):
             x, g = torch.randn(steps, n_in), torch.randn(steps, 4)
-            for a, b in ((x.T, g), (g.T, x)):
+            for a, b in ((x.T, g), (g.T, x), (x, W), (g, W.T)):
                 torch.testing.assert_close(products.mm(a, b), a @ b, rtol=1e-4, atol=1e-4)
-    assert len(sizes) <= 4 * 16
+    assert len(sizes) <= 4 * 17
 
 
 @pytest.mark.parametrize("engine", [lf.Looped(), lf.FusedCPU()], ids=lambda e: type(e).__name__)

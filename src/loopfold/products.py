@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LEAST = 1 << 24  # multiplications from which on it pays
+NARROW = 64  # rows and columns, with fewer of which oneDNN is no faster
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -54,17 +55,20 @@ def _onednn(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`c + a @ b`. oneDNN takes `b` as it lies in memory, and copies `a` where that does not lie row by row.
 
     It makes code for each size and keeps it, up to half a megabyte. The number of rows may differ from batch to batch,
-    so it is given 16 sizes from a power of two to the next: `a` gets more rows, and torch adds the last of a sum. One
-    row has all of its numbers to add up, as many as there are steps where x has one feature.
+    so it is given 16 sizes from a power of two to the next: `a` gets more rows, or torch multiplies the last ones.
     """
-    rows = len(a)
-    if rows > 1 and a.is_contiguous():
+    rows, k = a.shape
+    if a.is_contiguous():
+        rest = rows % grain(rows)
+        if rest and k > b.shape[1]:  # where the result is smaller than `a`, that is copied, and `a` is not
+            last = a[-rest:] @ b
+            return torch.cat([_linear(a[:-rest], b, c), last if c is None else last + c])
         return _linear(F.pad(a, (0, 0, 0, -rows % grain(rows))), b, c)[:rows]
-    if rows > 1 and c is None and (b.T.is_contiguous() or a.numel() > b.numel()):
+    if c is None and (b.T.is_contiguous() or a.numel() > b.numel()):
         return _onednn(None, b.T, a.T).T
-    rows = a.shape[1] // grain(a.shape[1]) * grain(a.shape[1])
-    total = _linear(a[:, :rows], b[:rows], c)
-    return total if rows == a.shape[1] else total.addmm_(a[:, rows:], b[rows:])
+    whole = k - k % grain(k)
+    total = _linear(a[:, :whole], b[:whole], c)
+    return total if whole == k else total.addmm_(a[:, whole:], b[whole:])
 
 
 def _linear(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
@@ -89,7 +93,7 @@ def grain(size: int) -> int:
 
 
 def _onednn_is_better(a: Tensor, b: Tensor) -> bool:
-    if torch.compiler.is_compiling() or a.numel() * b.shape[-1] < LEAST:
+    if torch.compiler.is_compiling() or a.numel() * b.shape[-1] < LEAST or min(*a.shape, b.shape[-1]) < NARROW:
         return False
     special = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return not special and _is_plain(a) and _is_plain(b) and torch._C._get_mkldnn_enabled() and _on_this_machine()
