@@ -117,7 +117,7 @@ def close(folder: Path, makes: dict[str, Callable[[], Made]]) -> int:
         except Refusal:
             refused += 1
             continue
-        (folder / f"{name}.mjs").write_text(JavaScriptWriter(program, None, backward=True).source(half=False))
+        (folder / f"{name}.mjs").write_text(JavaScriptWriter(program, None, backward=True).source())
         gradients = torch.randn(len(x), program.outputs[0].size)
         last = [torch.randn(leaf.size) for leaf in program.state]
         data.append(

@@ -101,9 +101,9 @@ def export(
     return [*files]
 
 
-def module_of(model: nn.Module, vocabulary: Vocabulary, half: bool) -> str:
+def module_of(model: nn.Module, vocabulary: Vocabulary, bits: int) -> str:
     """A language model as the text of an ES module, with its reverse step and its operations."""
-    return JavaScriptWriter(*_read(model, None, None, vocabulary), backward=True, watched=True).source(half)
+    return JavaScriptWriter(*_read(model, None, None, vocabulary), backward=True, watched=True).source(bits)
 
 
 def _places(model: Any, x: Any, context: Any) -> Places:
@@ -138,7 +138,7 @@ def _sources(
     """What each file holds."""
     if language == "JavaScript":
         writer = JavaScriptWriter(program, texts, asked["backward"], parameters=places)
-        return {path: writer.source(asked["half"]).encode()}
+        return {path: writer.source(16 if asked["half"] else 32).encode()}
     c, named = CWriter(program, texts), (path.stem, not asked["weights_beside"])
     files = {path: c.source(*named).encode(), path.with_suffix(".h"): c.header(*named).encode()}
     if asked["weights_beside"]:

@@ -7,10 +7,18 @@ import re
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from loopfold.errors import Argument, OptionError
-from loopfold.exporting.javascript_parts import FUNCTIONS, GENERATE, HOW_BACK, NEEDS, TIE, WEIGHTS, named, reading
+from loopfold.exporting.javascript_parts import (
+    FUNCTIONS,
+    GENERATE,
+    HOW_BACK,
+    NEEDS,
+    NUMBERS,
+    TIE,
+    WEIGHTS,
+    named,
+    reading,
+)
 from loopfold.exporting.labels import Labels
 from loopfold.exporting.places import Places
 from loopfold.exporting.program import Schedule, StepProgram
@@ -100,13 +108,14 @@ class JavaScriptWriter(Writer):
 
     # ---- the file
 
-    def source(self, half: bool) -> str:
-        """The module; `half`: its weights have 16 bits each."""
+    def source(self, bits: int = 32) -> str:
+        """The module; its weights have 16, 24 or 32 `bits` each, where 24 are those of float32 without the lowest 8."""
         program, texts = self.program, self.texts
         data = program.numbers()
-        if half and bool((data.isfinite() & ~data.half().isfinite()).any()):
+        if bits == 16 and bool((data.isfinite() & ~data.half().isfinite()).any()):
             raise OptionError(Argument("half"), f" cannot hold {data[data.isfinite()].abs().max():.3g}: leave it out.")
-        packed = data.to(torch.float16 if half else torch.float32).numpy().tobytes()
+        numbers = data.numpy().astype("<f2" if bits == 16 else "<f4")
+        packed = numbers.view("u1").reshape(-1, numbers.itemsize)[:, -(bits // 8) :].tobytes()
         lines = [
             f"// One step of {program.name}, made by Loopfold. In a module:",
             "//",
@@ -119,7 +128,7 @@ class JavaScriptWriter(Writer):
             *(HOW_BACK if self.backward else []),
             "",
             *[FUNCTIONS[name] for name in self.functions()],
-            WEIGHTS.replace("HALF", "true" if half else "false"),
+            WEIGHTS.replace("NUMBERS", NUMBERS[bits]),
             *self.places(),
             *self.creator("export function create(weights = decoded())"),
             "",

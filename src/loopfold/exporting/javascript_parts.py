@@ -130,16 +130,24 @@ HOW_BACK = [
 
 WEIGHTS = """export function decoded() {
   const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
-  if (!HALF) return new Float32Array(bytes.buffer);
-  const bits = new Uint16Array(bytes.buffer), numbers = new Float32Array(bits.length);
+NUMBERS
+}
+"""
+NUMBERS = {  # by the bits of each
+    32: "  return new Float32Array(bytes.buffer);",
+    24: """  const bits = new Uint32Array(bytes.length / 3);
+  for (let i = 0, at = 0; i < bits.length; i++, at += 3) {
+    bits[i] = (bytes[at] << 8) | (bytes[at + 1] << 16) | (bytes[at + 2] << 24);
+  }
+  return new Float32Array(bits.buffer);""",
+    16: """  const bits = new Uint16Array(bytes.buffer), numbers = new Float32Array(bits.length);
   for (let i = 0; i < bits.length; i++) {
     const sign = bits[i] & 0x8000 ? -1 : 1, exponent = (bits[i] >> 10) & 31, rest = bits[i] & 1023;
     numbers[i] = sign * (exponent === 31 ? (rest ? NaN : Infinity)
       : exponent ? (1 + rest / 1024) * 2 ** (exponent - 15) : rest * 2 ** -24);
   }
-  return numbers;
+  return numbers;""",
 }
-"""
 
 # A parameter that a step reads in two ways, as W and as its transpose, is trained in the first of its places
 TIE = """// The places where a weight stands once more: they follow the first, and their gradients are added to its own.

@@ -23,7 +23,7 @@ from loopfold.report.subject import CHEAP, Subject
 from loopfold.states import leaves
 
 MEGABYTES = 8.0  # the most that a model adds to the page, unless told otherwise
-ROUNDING = 3e-4  # weights have 16 bits where no probability of the passage moves further by it, else 32
+ROUNDING = 3e-4  # weights have 16 bits where no probability of the passage moves further by it, else 24
 ORDER, ENTRIES = 5, 150_000  # of the n-gram in the page: the most tokens it counts together, and n-grams it keeps
 GOES_WITH = 0.3  # a unit is named after what it goes with from this correlation on
 HEADING = "Try it"
@@ -35,14 +35,14 @@ def the_model(subject: Subject, megabytes: float = MEGABYTES) -> Section:
     if subject.trouble is not None:
         return _without(subject.trouble)
     model, vocabulary = subject.run.model, subject.run.vocabulary
-    size = count_parameters(model) * 2 * 4 / 3 / 1e6  # 16 bits each, in base64
+    size = count_parameters(model) * 2 * 4 / 3 / 1e6  # 16 bits each, in base64; 24 take half as much again
     try:
         half = size > megabytes or not isinstance(model, RecurrentLM) or rounding(subject, model) < ROUNDING
-        size *= 1 if half else 2
+        size *= 1 if half else 1.5
         if size > megabytes:
             needed = f"its weights are {size:,.1f} MB, and {megabytes:g} MB is the most that was allowed"
             return _without(f"{needed}: a report with model_megabytes={np.ceil(size):.0f} takes it along.")
-        module = module_of(model, vocabulary, half)
+        module = module_of(model, vocabulary, 16 if half else 24)
         assert isinstance(model, RecurrentLM)  # no other can be exported
         data = _data(subject, model)
     except OptionError:  # of the passage, say, which the user can mend
