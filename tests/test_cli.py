@@ -96,6 +96,10 @@ class Fails(nn.Module):
 class Stumbles(Works):
     def forward(self, h, x):
         return h @ self.missing
+
+class Returns(Works):
+    def forward(self, h, x):
+        super().forward(h, x)
 """
 
 
@@ -471,6 +475,17 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
         "held-out text has only [0-9]+ steps; got --steps 5000",
     ),
     "draw into a folder": (("draw", "lstm", "--out", "folder"), "folder is a folder: name a file, such as folder/pict"),
+    "draw into no folder": (
+        ("draw", "lstm", "--out", "none/a.svg"),
+        "no folder none. Make it, or choose another --out",
+    ),
+    "draw no steps": (("draw", "lstm", "--steps", 0), "--steps needs a number of at least 1; got '0'"),
+    "draw what stumbles": (("draw", "cells.py:Stumbles"), r"loopfold: cells.py, line \d+, in forward: .*'missing'"),
+    "draw what returns nothing": (("draw", "cells.py:Returns"), "cells.py:Returns failed: Returns returned a NoneType"),
+    "export to a name that C has not": (
+        ("export", "run", "--to", "1.c"),
+        "a letter first, and no keyword, as in model.c",
+    ),
     "export to a folder": (("export", "run", "--to", "folder"), "folder is a folder: name a file, such as folder/mod"),
     "pictures into a file": (("gradients", "run", "--out", "text.txt"), "text.txt is a file: name a folder"),
     "draw what is not fed back": (("draw", "lstm", "--feeding", "free"), "LSTM feeds no output back: leave out --feed"),

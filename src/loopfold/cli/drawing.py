@@ -39,7 +39,9 @@ def draw(
             autocompletion=cells,
         ),
     ],
-    steps: Annotated[int | None, typer.Option(help="Unfold it for so many steps; the circuit by default.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Unfold it for so many steps; the circuit by default.")
+    ] = None,
     gradients: Annotated[
         bool, typer.Option("--gradients", help="The way back too; of a run, with the sizes of its real gradients.")
     ] = False,
@@ -80,17 +82,23 @@ def draw(
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.drawing.figure import format_of
-    from loopfold.errors import OptionError
+    from loopfold.errors import Argument, OptionError
+    from loopfold.play.programs import check_step
+    from loopfold.training.cells import maker_of, place_in_cell
     from loopfold.training.folder import ELSEWHERE
     from loopfold.training.stored import PACKED, RunError
 
     if out is not None:  # before the work, not after it
         if out.is_dir():
             raise OptionError(f"{out} is a folder: name a file, such as {out / 'picture.svg'}.")
+        if not out.parent.is_dir():
+            missing = f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another "
+            raise OptionError(missing, Argument("out"), ".")
         try:
             format_of(out)
         except ValueError as error:
             raise OptionError(str(error)) from error
+    model: nn.Module | None = None
     y: Tensor | None = None
     if gradients and steps is None:
         raise OptionError(
@@ -100,11 +108,10 @@ def draw(
         if pattern or layers > 1 or bidirectional:
             raise OptionError("a run has a network of its own: leave out --pattern, --layers and --bidirectional.")
         model, y = _of_run(Path(what), steps if gradients else None, trust, text or [])
-    else:
-        model = _network(what, pattern, layers, bidirectional)
+    failed: ValueError | TypeError | None = None
     try:
         picture = draw_model(
-            model,
+            _network(what, pattern, layers, bidirectional) if model is None else model,
             steps,
             gradients,
             level=Level.OPERATIONS if operations else Level.BOOK,
@@ -119,9 +126,13 @@ def draw(
     except OptionError:
         raise
     except (ValueError, TypeError) as error:
-        raise OptionError(str(error)) from error
+        failed = error
     except OSError as error:
         raise RunError(f"{error} ", *ELSEWHERE) from error
+    if failed is not None:  # no longer handled, or it would count as the cause of an error that is raised here
+        if ":" in what and place_in_cell(failed):  # of some size that was tried; that it is made with tells more
+            check_step(maker_of(what), f"the first step of {what} failed")
+        raise OptionError(str(failed)) from failed
     echo(f"{picture.title}: {path}")
 
 
@@ -193,10 +204,7 @@ def _network(cell: str, pattern: str | None, layers: int, bidirectional: bool) -
         lambda: Autoencoder(*both_parts(_OUTPUTS), Reals(_OUTPUTS)),
     ]
     patterns = dict(zip(PATTERNS, makers, strict=True))
-    try:
-        return layer(_READS) if pattern is None else patterns[choose("pattern", pattern, PATTERNS)]()
-    except (ValueError, TypeError) as error:
-        raise OptionError(str(error)) from error
+    return layer(_READS) if pattern is None else patterns[choose("pattern", pattern, PATTERNS)]()
 
 
 def _feeding(name: str) -> "Feeding":

@@ -84,7 +84,8 @@ def export(
         raise OptionError(f"there is no folder {path.parent}: make it first, or name another.")
     if language == "C" and not is_name(path.stem):
         raise ValueError(
-            f"{path.stem!r} begins every name of the C code: it must be letters, digits and _, no keyword."
+            f"{path.stem!r} begins every name of the C code: it must be letters, digits and _, a letter first, and no "
+            f"keyword, as in model.c."
         )
     program, texts = _read(model, x, context, vocabulary, learning=backward)
     if language == "ONNX":

@@ -112,7 +112,7 @@ def check_step(maker: Maker, failed: str) -> None:
     own = own_start(cell)
     with blaming(lambda: failed), torch.no_grad():
         try:
-            _step(cell, x, torch.zeros(1, size) if own is None else own(1))
+            _step(cell, x, torch.zeros(1, size) if own is None else own(1), failed)
         except Exception:
             start = None
             if own is None:  # its state may be another than one row of its size
@@ -120,20 +120,21 @@ def check_step(maker: Maker, failed: str) -> None:
                     start = initial_state(cell, 1, x)
             if start is None:
                 raise
-            _step(cell, x, start)
+            _step(cell, x, start, failed)
 
 
-def _step(cell: nn.Module, x: Tensor, start: State) -> None:
+def _step(cell: nn.Module, x: Tensor, start: State, failed: str) -> None:
     index = torch.zeros(1, 1, 1) if asks_for_index(cell, 2) else None
     try:
         new = first_step(Recurrence(cell, x[None], 1, start, None, None, index))
-        other = {leaf.dtype for leaf in all_leaves(new)} - {leaf.dtype for leaf in all_leaves(start)}
-        if other:
-            raise ValueError(f"its step gives {other.pop()} where its state was {leaves(start)[0].dtype}.")
     except (TypeError, ValueError) as error:
         if place_in_cell(error) is not None:
             raise
-        raise OptionError(f"{type(cell).__name__} cannot be trained in a page: {error}") from error
+        raise OptionError(f"{failed}: {error}") from error
+    other = {leaf.dtype for leaf in all_leaves(new)} - {leaf.dtype for leaf in all_leaves(start)}
+    if other:
+        wrong = f"its step gives {other.pop()} where its state was {leaves(start)[0].dtype}."
+        raise OptionError(f"{type(cell).__name__} cannot be trained in a page: {wrong}")
 
 
 def _network(name: str, cell: Any, inputs: int, outputs: int) -> Network:
