@@ -269,6 +269,8 @@ def test_print_shows_every_section_and_no_control(tab: "Page") -> None:
     assert tab.evaluate("document.documentElement.scrollWidth") <= 1200
     whole = "canvas => canvas.getBoundingClientRect().right <= canvas.parentElement.getBoundingClientRect().right"
     assert tab.locator("#states-map").evaluate(whole)
+    for drawn in (".bar", ".live-text"):  # by its background alone, which paper has only if told so
+        assert tab.locator(drawn).first.evaluate("part => getComputedStyle(part).printColorAdjust") == "exact"
 
 
 def test_every_control_has_a_name_and_can_be_reached(tab: "Page") -> None:

@@ -376,6 +376,10 @@ def test_units_colour_the_text_and_stand_out_in_a_passage(opened: Any) -> None:
         "(s.style.getPropertyValue('--colour').includes('blue') ? -1 : 1))"
     )
     torch.testing.assert_close(torch.tensor(shares), (away[:seen, 3] / 3).clamp(-1, 1).float(), atol=6e-3, rtol=0)
+    said = tab.evaluate("loopfoldLive.pieces.map((_, i) => loopfoldLive.said(i).split('unit 3 after it ')[1])")
+    assert "-" not in "".join(said)  # a minus sign, as everywhere on the page
+    values = torch.tensor([float(number.replace("−", "-")) for number in said])
+    torch.testing.assert_close(values, states.values[:seen, 3].float(), atol=3e-3, rtol=0)
 
     text = tab.locator("#live-text")
     tab.locator("#live-5").click()

@@ -179,7 +179,8 @@ class Live {
     const bits = reader.bits[place];
     const grams = reader.ngram ? ` (${reader.ngram.order}-gram ${reader.grams[place].toFixed(2)})` : "";
     const unit = this.unitChosen;
-    const state = this.mode === "unit" ? `; unit ${unit} after it ${this.units.value(unit, place).toFixed(3)}` : "";
+    const value = this.units.value(unit, place).toFixed(3).replace("-", "−");
+    const state = this.mode === "unit" ? `; unit ${unit} after it ${value}` : "";
     return `${named(pieces[place])}: probability ${(2 ** -bits).toFixed(4)}, ${bits.toFixed(2)} bits${grams}${state}`;
   }
 
