@@ -386,6 +386,8 @@ def test_units_colour_the_text_and_stand_out_in_a_passage(opened: Any) -> None:
     for _ in range(4):
         text.press("Shift+ArrowRight")
     assert tab.locator("#live-text [aria-selected=true]").count() == 5
+    tab.locator("#live-unit").select_option(index=1)  # the colours are another unit's, the passage is the same
+    assert tab.locator("#live-text [aria-selected=true]").count() == 5
     means = away[5:10].mean(0)
     first = int(means.abs().argmax())
     found = tab.locator("#live-passage-units li > button:first-child").all_inner_texts()
@@ -510,7 +512,7 @@ def test_the_unfolded_states_read_what_they_read_and_no_more(opened: Any) -> Non
 def test_where_the_model_cannot_run_a_sentence_says_why(made: Any, tmp_path: Path) -> None:
     run, _ = made("gru")
     large = the_model(Subject(run), 0.001)
-    assert "model_megabytes=1 takes it along" in large.body
+    assert "a report with --model-megabytes 1, or model_megabytes=1 in Python, takes it along" in large.body
     assert not large.module
     assert not large.data
     assert not the_model(Subject(run), 0).module

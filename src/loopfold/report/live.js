@@ -130,7 +130,7 @@ class Live {
   recolour() {
     this.colour(0, this.reading.length);
     const place = this.reading.chosen;
-    if (place !== null) this.reading.choose(place, false);
+    if (place !== null) this.reading.choose(place, this.reading.anchor !== null);
     else this.mark(0, -1);
   }
 
