@@ -207,6 +207,23 @@ def test_a_state_that_is_carried_on_stands_in_a_straight_line(make: Any) -> None
     assert all(place[0] == pytest.approx(x) for edge in entering for place in block.ways[edge])
 
 
+def test_many_ways_through_sums_and_products_take_no_longer() -> None:
+    """Two at each of 40 pairs, none of which arrives: each edge is tried once."""
+
+    class Paired(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W = nn.Linear(3, 3)
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            z = h
+            for _ in range(40):
+                z = z + z * x
+            return torch.tanh(self.W(z))
+
+    assert len(blocks(operations(Paired()), _size)[0].places) > 80
+
+
 def test_loops_through_delays_cross_no_others() -> None:
     embedded = lf.RecurrentLM(lf.SequenceToSequence(lf.Embedded(lf.GRU(6, 5), nn.Embedding(11, 6)), outputs=10))
     for scene in (

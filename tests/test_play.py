@@ -132,7 +132,7 @@ def test_what_is_refused(path: Path, tmp_path: Path) -> None:
             tmp_path / "play.html")  # fmt: skip
     said = loopfold("play", "--cell", f"{cell}:Unsaid", "--out", tmp_path / "play.html")
     assert "in forward: AttributeError: 'Unsaid' object has no attribute 'missing'" in said.err
-    refused("in a page: its step gives torch.float64 where", "play", "--cell", f"{cell}:Double", "--out",
+    refused("Double failed: its step gives torch.float64 where", "play", "--cell", f"{cell}:Double", "--out",
             tmp_path / "play.html")  # fmt: skip
     refused("Use torch.where", "play", "--cell", f"{cell}:Branching", "--out", tmp_path / "play.html")
     refused("Computed cannot be trained in a page: it computes something from its parameters alone",

@@ -172,17 +172,20 @@ class _Layers:
         """The edges by which a state goes from one step to the next through sums and products alone."""
         found: set[Edge] = set()
 
-        def follow(edge: Edge, state: Variable, way: list[Edge]) -> bool:
+        def follow(edge: Edge, state: Variable, way: list[Edge], tried: set[Edge]) -> bool:
             way = [*way, edge]
             if edge.target is state:
                 found.update(way)
                 return True
+            if not edge.target.carries or edge in tried:
+                return False
+            tried.add(edge)
             onward = [e for e in self.chains if self._is_within(e) and e.source is edge.target]
-            return edge.target.carries and any(follow(e, state, way) for e in onward)
+            return any(follow(e, state, way, tried) for e in onward)
 
         for edge in self.chains:
             if edge.lag != 0 and edge.source in self.inside and not found & set(self.circuit.into(edge.source)):
-                follow(edge, edge.source, [])
+                follow(edge, edge.source, [], set())
         return found
 
     def block(self) -> Block:

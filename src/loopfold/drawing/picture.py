@@ -187,7 +187,8 @@ def _around(circuit: Circuit, shapes: dict[Hashable, Shape], key: tuple[Variable
         heights = [shapes[v].spot.y for v in (other[0], *_targets(circuit, other))]
         return min(heights), max(heights)
 
-    keys = {(e.source, e.lag) for e in circuit.edges if e.lag == key[1] and e.source.phase == key[0].phase}
+    edges = (e for e in circuit.edges if e.lag == key[1] and e.source.phase == key[0].phase)
+    keys = dict.fromkeys((e.source, e.lag) for e in edges)  # in an order that does not depend on the process
     around = {k: [o for o in keys if ends(k)[0] < ends(o)[0] and ends(o)[1] < ends(k)[1]] for k in keys}
     wider = sorted((k for k in keys if around[k]), key=ends, reverse=True)
     return wider[::-1].index(key) + 1 if key in wider else 0

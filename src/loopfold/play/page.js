@@ -11,7 +11,7 @@ const BUDGET = 14;  // milliseconds of learning for each frame
 
 let palette = new Palette();
 let learner, shown, seen, work = null, playing = false, progress = 1, drawn = 0, dirty = true, waiting = false;
-let radiusNow = 0, held = false;
+let radiusNow = 0, held = false, before = 0;
 
 const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
 const number = (id) => Number(find(id).value);
@@ -106,14 +106,16 @@ function learn(most) {
   return done > 0;
 }
 
-function frame() {
+function frame(now) {
+  const frames = Math.min((now - before) / (1000 / 60), 4);  // of 60 a second, whatever the screen has
+  before = now;
   waiting = false;
   if (playing) {
     const speed = SPEEDS[number("speed")][0];
     if (speed >= 1) {
       if (learn(speed)) look();
     } else {
-      progress += speed;
+      progress += speed * frames;
       if (progress >= 1 && learn(1)) {
         look();
         progress = 0;

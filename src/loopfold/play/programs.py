@@ -134,7 +134,7 @@ def _step(cell: nn.Module, x: Tensor, start: State, failed: str) -> None:
     other = {leaf.dtype for leaf in all_leaves(new)} - {leaf.dtype for leaf in all_leaves(start)}
     if other:
         wrong = f"its step gives {other.pop()} where its state was {leaves(start)[0].dtype}."
-        raise OptionError(f"{type(cell).__name__} cannot be trained in a page: {wrong}")
+        raise OptionError(f"{failed}: {wrong}")
 
 
 def _network(name: str, cell: Any, inputs: int, outputs: int) -> Network:
