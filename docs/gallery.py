@@ -257,7 +257,7 @@ def main() -> None:
             drawing.save(FOLDER / f"{entry.name}.svg")
             page += ["", f"## {entry.title}", ""]
             page += [*textwrap.wrap(entry.words, 120), ""] if entry.words else []
-            page += ["```python", code, "```", "", f"![{drawing.title}](gallery/{entry.name}.svg)"]
+            page += ["```python", code, "```", "", f"![{entry.title}](gallery/{entry.name}.svg)"]
             print(drawing)
     (HERE / "gallery.md").write_text("\n".join(page) + "\n", encoding="utf-8")
 
