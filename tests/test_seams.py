@@ -92,7 +92,7 @@ def test_a_trained_lstm_that_remembers_is_run_side_by_side(
 
 def test_on_a_gpu_what_forgets_late_is_tried_as_if_it_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """There only the steps one after the other count; and where that fails, it is run as what forgets."""
-    monkeypatch.setattr(time_parallel, "_waits_for_steps", lambda device: True)
+    monkeypatch.setattr(time_parallel, "waits_for_steps", lambda device: True)
     cell, x, engine = Sum(), randn(40_000, 1, 3), lf.TimeParallel()
     with torch.no_grad():
         cell.keep.fill_(0.98)
@@ -216,7 +216,7 @@ def test_on_a_gpu_explain_suggests_it_where_it_pays(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(lf.TimeParallel, "expected", expected(12.3))
     assert "lf.TimeParallel" not in lf.Recurrent(cell).explain(x)
     assert asked == []
-    monkeypatch.setattr(explaining, "_on_a_gpu", lambda device: True)
+    monkeypatch.setattr(explaining, "waits_for_steps", lambda device: True)
     text = lf.Recurrent(cell).explain(x)
     assert "float32 on cpu: FusedCPU, because" in text
     assert text.endswith(

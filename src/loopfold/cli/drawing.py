@@ -73,7 +73,8 @@ def draw(
         typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot; by default NAME-circuit.svg or so."),
     ] = None,
     columns: Annotated[
-        int, typer.Option(min=1, help="Show so many steps; of more, the first three and the last two.")
+        int,
+        typer.Option(min=1, help="Show up to so many steps, 6 at least; of more, the first three and the last two."),
     ] = 12,
     text: TextOption = None,
     trust: TrustOption = False,
@@ -83,7 +84,6 @@ def draw(
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.drawing.figure import format_of
     from loopfold.errors import Argument, OptionError
-    from loopfold.play.programs import check_step
     from loopfold.training.cells import maker_of, place_in_cell
     from loopfold.training.folder import ELSEWHERE
     from loopfold.training.stored import PACKED, RunError
@@ -131,6 +131,8 @@ def draw(
         raise RunError(f"{error} ", *ELSEWHERE) from error
     if failed is not None:  # no longer handled, or it would count as the cause of an error that is raised here
         if ":" in what and place_in_cell(failed):  # of some size that was tried; that it is made with tells more
+            from loopfold.play.programs import check_step
+
             check_step(maker_of(what), f"the first step of {what} failed")
         raise OptionError(str(failed)) from failed
     echo(f"{picture.title}: {path}")

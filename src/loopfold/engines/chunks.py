@@ -29,12 +29,13 @@ class Seams:
 
     A sweep is a run of all chunks; one of some chunks, or of some of their steps, counts for its share.
     `defect` is the largest distance between the end of a chunk and the start of the next, each number of the state
-    as a share of its own largest value in the run; `backward_defect` the largest gradient at a seam that was not
-    carried on, as a share of the largest one of the same number there. Both are None where they were not measured.
+    as a share of the largest that it is in the two chunks that meet there; `backward_defect` the largest gradient at a
+    seam that was not carried on, as a share of the largest one of the same number there. Both are None where they were
+    not measured.
     """
 
     agreed: bool = False  # whether all chunks were run side by side, and agreed
-    why: str = ""  # they did not
+    why: str = ""  # why they did not
     in_sequence_from: int | None = None  # the step, counted from 0, from which on it was run in sequence, if it was
     chunks: int = 1  # side by side
     chunk: int = 0  # steps of one

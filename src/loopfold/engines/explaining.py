@@ -2,14 +2,12 @@
 
 from collections import Counter
 
-import torch
-
 from loopfold.casts import casts
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.programs import Program, program_of
 from loopfold.engines.sequential import Sequential
-from loopfold.engines.time_parallel import TimeParallel
+from loopfold.engines.time_parallel import TimeParallel, waits_for_steps
 from loopfold.states import leaves, name_of
 from loopfold.stepgraph.loop import Value, ordered
 from loopfold.stepgraph.ops import Kind
@@ -50,16 +48,12 @@ def explain(engine: Engine, recurrence: Recurrence, code: bool = False) -> str:
 def _suggestion(recurrence: Recurrence) -> list[str]:
     """Where `TimeParallel` should be faster by far: one or a few long sequences on a GPU. It is measured."""
     leaf, other = leaves(recurrence.state)[0], TimeParallel()
-    if not _on_a_gpu(leaf.device) or len(leaf) > FEW or recurrence.steps < LONG or other.refusal(recurrence):
+    if not waits_for_steps(leaf.device) or len(leaf) > FEW or recurrence.steps < LONG or other.refusal(recurrence):
         return []
     (why, *_), gain, _ = other.expected(recurrence)
     if gain < FASTER:
         return []
     return [f"  engine=lf.TimeParallel() should be about {gain:.2g} times as fast here: {why.strip()}"]
-
-
-def _on_a_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _chosen(engine: Engine, recurrence: Recurrence) -> tuple[Engine, str]:

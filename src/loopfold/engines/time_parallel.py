@@ -166,7 +166,7 @@ class TimeParallel(Engine):
         tail = max(SHORTEST, 1 << (3 * seams.forgets // 2).bit_length())
         size = self.chunk or min(TAILS * tail, longest // 2)
         forgetting = _Plan(size, min(tail, size), False)
-        late = _waits_for_steps(leaves(recurrence.state)[0].device)
+        late = waits_for_steps(leaves(recurrence.state)[0].device)
         return [*(plan for plan in remembering if late and size > 2 * EXPECTED * plan.size), forgetting]
 
     def _side_by_side(self, recurrence: Recurrence, plan: "_Plan", seams: Seams) -> State | None:
@@ -287,7 +287,7 @@ class _Plan(NamedTuple):
     remembers: bool  # whether slopes are learnt
 
 
-def _waits_for_steps(device: torch.device) -> bool:
+def waits_for_steps(device: torch.device) -> bool:
     """Whether time is what one step after the other takes, and not what there is to compute."""
     return device.type == "cuda"
 

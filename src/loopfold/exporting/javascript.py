@@ -164,7 +164,8 @@ class JavaScriptWriter(Writer):
         reset += [f"last = {texts.size};"] if texts else []
         kept = ["count"] * program.counts + ["last"] * (texts is not None)
         states = ", ".join(f"state{i}.slice()" for i in range(len(self.fields)))
-        gives = ["step", "reset", "save", "restore", f"state: {{ {self._state('state{}')} }}"]
+        fields = ", ".join(f"{field}: state{i}" for i, field in enumerate(self.fields))
+        gives = ["step", "reset", "save", "restore", f"state: {{ {fields} }}"]
         gives += ["generate"] if texts else []
         gives += ["unfold", "backward"] if self.backward else []
         row = self._row()
@@ -209,9 +210,6 @@ class JavaScriptWriter(Writer):
             f"return {{ {', '.join(gives)} }};",
             "}",
         ]
-
-    def _state(self, each: str) -> str:
-        return ", ".join(f"{field}: {each.format(i)}" for i, field in enumerate(self.fields))
 
     def _buffers(self) -> list[str]:
         x = self.program.x
