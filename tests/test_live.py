@@ -512,7 +512,7 @@ def test_the_unfolded_states_read_what_they_read_and_no_more(opened: Any) -> Non
 def test_where_the_model_cannot_run_a_sentence_says_why(made: Any, tmp_path: Path) -> None:
     run, _ = made("gru")
     large = the_model(Subject(run), 0.001)
-    assert "a report with --model-megabytes 1, or model_megabytes=1 in Python, takes it along" in large.body
+    assert "model_megabytes=1 takes it along" in large.body
     assert not large.module
     assert not large.data
     assert not the_model(Subject(run), 0).module

@@ -41,8 +41,7 @@ def the_model(subject: Subject, megabytes: float = MEGABYTES) -> Section:
         size *= 1 if half else 1.5
         if size > megabytes:
             needed = f"its weights are {size:,.1f} MB, and {megabytes:g} MB is the most that was allowed"
-            more = f"--model-megabytes {np.ceil(size):.0f}, or model_megabytes={np.ceil(size):.0f} in Python"
-            return _without(f"{needed}: a report with {more}, takes it along.")
+            return _without(f"{needed}: a report with model_megabytes={np.ceil(size):.0f} takes it along.")
         module = module_of(model, vocabulary, 16 if half else 24)
         assert isinstance(model, RecurrentLM)  # no other can be exported
         data = _data(subject, model)
