@@ -11,26 +11,12 @@ import statistics
 import time
 
 import torch
-from torch import Tensor, nn
+from tide import Tide
+from torch import nn
 
 import loopfold as lf
 
 TAU = 64
-
-
-class MinimalGated(lf.Transition):
-    """A cell of the user's own: one gate, and a product in series with its own."""
-
-    def __init__(self, n_in: int, n: int) -> None:
-        super().__init__()
-        self.gate, self.candidate = nn.Linear(n_in + n, n), nn.Linear(n_in + n, n)
-
-    def initial_state(self, batch: int) -> Tensor:
-        return self.gate.weight.new_zeros(batch, self.gate.out_features)
-
-    def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        f = torch.sigmoid(self.gate(torch.cat([h, x], -1)))
-        return (1 - f) * h + f * torch.tanh(self.candidate(torch.cat([f * h, x], -1)))
 
 
 MODELS = {  # and what each reads
@@ -41,7 +27,7 @@ MODELS = {  # and what each reads
         128,
     ),
     "GRU 256": (lambda: lf.SequenceToSequence(lf.GRU(256, 256), outputs=50), 256),
-    "a cell of one's own, 64": (lambda: lf.SequenceToSequence(MinimalGated(64, 64), outputs=50), 64),
+    "a cell of one's own, 64": (lambda: lf.SequenceToSequence(Tide(64, 64), outputs=50), 64),
 }
 
 

@@ -196,25 +196,21 @@ def _differ(
     margins = _margins(theirs, inputs, rough)
     if all(map(bool, _within(ours, theirs, margins))):
         return None
-    spread = [theirs]
-    outside: tuple[int, tuple[int, ...]] = (0, ())
+    spread, reason = [theirs], None
     for many in NEIGHBOURS:
         for i in range(many):
             with _RoundedOtherwise() if i % 2 else nullcontext():
                 spread.append(evaluate(*map(_nearby, inputs)))
-        found = _outside(ours, spread, margins)
-        if found is None:
-            return None
-        outside = found
-    i, at = outside
-    part = f"{what}, part {i}," if len(ours) > 1 else what
-    return f"{part} at {list(at)} is {float(ours[i][at]):.9g}, and should be {float(theirs[i][at]):.9g}"
+        reason = _outside(ours, spread, margins, what)
+        if reason is None:
+            break
+    return reason
 
 
 def _outside(
-    ours: Sequence[Tensor], spread: Sequence[list[Tensor]], margins: Sequence[Tensor]
-) -> tuple[int, tuple[int, ...]] | None:
-    """Where `ours` lies outside of what was found nearby, the first of which is exactly there: the tensor, and where.
+    ours: Sequence[Tensor], spread: Sequence[list[Tensor]], margins: Sequence[Tensor], what: str
+) -> str | None:
+    """In words, where `ours` lies outside of what was found at the inputs, which comes first, and nearby.
 
     One more of a few draws often lies a little outside of them: it may by as much as they are apart.
     """
@@ -227,7 +223,9 @@ def _outside(
         inside = (a >= least - margin) & (a <= most + margin)
         inside |= (a.isnan() & no_number) | (a == around[0])
         if not bool(inside.all()):
-            return i, tuple((~inside).nonzero()[0].tolist())
+            at = tuple((~inside).nonzero()[0].tolist())
+            part = f"{what}, part {i}," if len(ours) > 1 else what
+            return f"{part} at {list(at)} is {float(a[at]):.9g}, and should be {float(spread[0][i][at]):.9g}"
     return None
 
 
