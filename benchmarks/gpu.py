@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import loopfold as lf
 
 SIZES = [(128, 16), (256, 16), (512, 16), (1024, 16), (1024, 64), (2048, 16)]  # n, batch
-ODD_SIZES = [(256, 1), (512, 1), (1024, 1), (512, 128), (512, 512)]
+ODD_SIZES = [(256, 1), (512, 1), (1024, 1), (512, 128), (512, 512), (650, 20), (1152, 40)]
 CELLS: dict[str, tuple[Any, Any]] = {"Elman": (lf.Elman, nn.RNN), "LSTM": (lf.LSTM, nn.LSTM), "GRU": (lf.GRU, nn.GRU)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # FlashRNN's fused kernels in bf16 (Pöppel et al., 2025), not measured here: µs a step, forward and backward

@@ -2,12 +2,14 @@
 
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_autocast
 import torch
 import zoo
-from emulation import Emulated
+from emulation import Emulated, EmulatedLauncher
 from test_engines import SINGLE, assert_agrees, errors, everything
 from test_operations import COMPUTED, Step
 from test_random_steps import assert_agrees_in_single_precision
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.engines import driver
-from loopfold.engines.cuda_plan import Geometry
+from loopfold.engines.cuda_plan import Geometry, Plan, planned
 from loopfold.engines.cuda_values import FORMATS
-from loopfold.engines.fused_gpu import FusedGPU
+from loopfold.engines.fused_gpu import FusedGPU, GPUWriter, choose
 from loopfold.stepgraph.ops import ROUNDED
 
 pytestmark = [
@@ -54,6 +56,76 @@ def test_every_geometry_gives_the_same(geometry: Geometry) -> None:
     """Weights in registers and in shared memory, whole groups and others, more sequences than run at once."""
     for n, batch in ((32, 16), (21, 40)):
         assert_agrees(Emulated(geometry), lf.GRU(4, n), torch.randn(3, batch, 4))
+
+
+def plans(cell: nn.Module, batch: int, geometry: Geometry) -> list[Plan]:
+    """Of the way there and the way back."""
+    recurrence = lf.unfolding.checked(cell, torch.randn(3, batch, 4), None, None, None)
+    kernels: Any = GPUWriter(EmulatedLauncher, geometry).both_ways(recurrence)
+    return [planned(kernel.source, kernel.builder, kernel.dtype, geometry, True) for kernel in kernels]
+
+
+@pytest.mark.parametrize("warps_k", [1, 2, 4])
+def test_few_warps_may_share_a_sum_and_have_more_features_each(warps_k: int) -> None:
+    cell, geometry = lf.LSTM(4, 70), Geometry(3, 16, 4, warps_k)
+    there, back = (p for plan in plans(cell, 9, geometry) for p in plan.products.values())
+    assert (there.warps_k, back.warps_k) == (warps_k, max(2, warps_k))  # back there are features for two warps alone
+    assert_agrees(Emulated(geometry), cell, torch.randn(2, 9, 4))
+
+
+@pytest.mark.parametrize("make", zoo.WITH_INPUT, ids=lambda m: m.__name__)
+def test_the_geometry_that_is_chosen_fits_and_leaves_no_block_idle(
+    make: Callable[[int, int], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU like an H200, for sizes that no power of two divides."""
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    for n, batch in ((72, 5), (400, 40)):
+        cell = make(4, n)
+        recurrence = lf.unfolding.checked(cell, torch.randn(3, batch, 4), None, None, None)
+        kernels: Any = GPUWriter(EmulatedLauncher).both_ways(recurrence)
+        for kernel in kernels:
+            if kernel.has_parts:
+                continue
+            found = choose(kernel.source, kernel.builder, kernel.dtype, True, batch, torch.device("cuda", 0))
+            assert found is not None
+            plan = planned(kernel.source, kernel.builder, kernel.dtype, found, True)
+            assert found.blocks in plan.busy_blocks(132)
+            assert plan.shared_bytes <= gpu.shared_memory_per_block_optin
+
+
+def test_a_wide_lstm_is_shared_by_as_many_blocks_as_its_size_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1152 units are 36 blocks of 32, of which three groups fit; of 64 blocks, 28 would be idle."""
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with torch.autocast("cpu", torch.bfloat16):
+        recurrence = lf.unfolding.checked(lf.LSTM(4, 1152), torch.randn(3, 40, 4), None, None, None)
+        kernels: Any = GPUWriter(EmulatedLauncher).both_ways(recurrence)
+    for k in kernels:
+        found = choose(k.source, k.builder, k.dtype, True, 40, torch.device("cuda", 0))
+        assert found is not None
+        assert found.blocks == 36
+
+
+class Forgets(lf.Transition):
+    """No gradient goes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.U, self.W = nn.Linear(4, 17), nn.Linear(17, 17)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.W(h.detach()) + self.U(x))
+
+
+def test_a_way_back_on_which_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    recurrence = lf.unfolding.checked(Forgets(), torch.randn(3, 5, 4), None, None, None)
+    kernels: Any = GPUWriter(EmulatedLauncher).both_ways(recurrence)
+    for k in kernels:
+        assert choose(k.source, k.builder, k.dtype, True, 5, torch.device("cuda", 0)) is not None
+    assert_agrees(APART, Forgets(), torch.randn(4, 5, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

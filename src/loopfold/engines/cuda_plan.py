@@ -27,6 +27,7 @@ class Geometry:
     blocks: int
     rows: int  # a multiple of TILE
     warps: int = 8
+    warps_k: int = 8  # at most so many share a sum over k; the others have other features
     registers: int = 128  # of a thread, that hold weights; the others are in shared memory
 
     @property
@@ -247,14 +248,21 @@ class Plan:
 
     # ---- who
 
-    def share(self, width: int) -> int:
+    def share(self, width: int, blocks: int | None = None) -> int:
         """How many features of a row of this width a block owns; whole loads, and they fill a chunk or divide it."""
-        if self.alone:
+        blocks = blocks or self.geometry.blocks
+        if blocks == 1:
             return width + width % 2
-        own = _up(-(-width // self.geometry.blocks), self.per_load)
+        own = _up(-(-width // blocks), self.per_load)
         while own < self.per_chunk and self.per_chunk % own:
             own += self.per_load
         return own if own <= self.per_chunk else _up(own, self.per_chunk)
+
+    def busy_blocks(self, most: int) -> list[int]:
+        """The numbers of blocks, up to `most`, none of which is left without features of the widest row."""
+        widths = [v.width for v in self.values() if v.is_pointwise]
+        width = max(widths + [part for p in self.products.values() for _, part in p.columns], default=1)
+        return [n for n in range(1, most + 1) if n == -(-width // self.share(width, n))]
 
     def pairs(self, width: int) -> int:
         """How many pairs of features of such a row a thread has."""
@@ -305,7 +313,8 @@ class Plan:
             if self.alone:
                 product.warps_k = warps // min(warps, _power(product.tiles))
             else:
-                product.warps_k = max(min(warps, _power(product.chunks)), warps // _power(product.tiles))
+                sharing = min(warps, self.geometry.warps_k, _power(product.chunks))
+                product.warps_k = max(sharing, warps // _power(product.tiles))
             product.tiles_of_warp = -(-product.tiles // (warps // product.warps_k))
             product.chunks_of_warp = -(-product.chunks // product.warps_k)
             each = 8 * product.tiles_of_warp

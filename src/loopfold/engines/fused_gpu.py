@@ -27,6 +27,7 @@ MOST_BYTES = 2 << 30  # of one value at one step, since a kernel counts them in 
 MOST_SIZES = 64  # of runs, for which a kernel has everything prepared
 REPLAYED = 1 << 25  # numbers that a run holds: so many are kept for a CUDA graph
 OLDEST = (8, 0)  # compute capability: Ampere
+SHAPES = [(8, 4, 8), *((rows, 8, warps_k) for rows in (8, 16, 32, 64) for warps_k in (8, 4, 2))]  # as Geometry has them
 
 
 @dataclass(frozen=True)
@@ -307,13 +308,11 @@ def choose(
     """The geometry that should be fastest, by a rough model of the GPU; None where none fits."""
     about: Any = torch.cuda.get_device_properties(device)
     found = []
-    for rows, warps in ((8, 4), (8, 8), (16, 8), (32, 8), (64, 8)):
-        if rows > TILE and rows >= 2 * batch:
-            break
-        for blocks in (1, 2, 4, 8, 16, 32, 64, 128):
-            if blocks > about.multi_processor_count:
+    for blocks in planned(source, builder, dtype, Geometry(1, TILE), exact).busy_blocks(about.multi_processor_count):
+        for rows, warps, warps_k in SHAPES:
+            if rows > TILE and rows >= 2 * batch:
                 break
-            plan = planned(source, builder, dtype, Geometry(blocks, rows, warps), exact)
+            plan = planned(source, builder, dtype, Geometry(blocks, rows, warps, warps_k), exact)
             pairs = max(plan.pairs(v.width) for v in plan.values())
             if plan.shared_bytes <= about.shared_memory_per_block_optin and pairs <= 4:
                 found.append((_microseconds(plan, batch, about.multi_processor_count), plan.geometry))
@@ -334,4 +333,5 @@ def _microseconds(plan: Plan, batch: int, multiprocessors: int) -> float:
         time += 0.0 if plan.alone else 0.06 * tiles * p.chunks_of_warp  # rows, read from the exchange
         time += 0.012 * p.warps_k * sum(plan.pairs(width) for _, width in p.columns)  # warps' sums, added up
     time += 0.011 * sum(plan.pairs(v.width) for v in plan.values() if v.is_pointwise and v.width > 1)
+    time *= 1.1 if geometry.warps_k < geometry.warps else 1.0  # for such kernels the figures were not fitted
     return math.ceil(waves) * time
