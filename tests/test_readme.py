@@ -39,5 +39,9 @@ def test_every_block_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    gallery = (ROOT / "docs" / "gallery.py").read_text(encoding="utf-8")
+    drawn = {
+        f"gallery/{name}.svg" for name in re.findall(r'Entry\(\s*"(.+?)"', gallery)
+    }  # by `make docs`, when it runs
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+        assert target in drawn or (page.parent / target).exists(), target
