@@ -33,7 +33,11 @@ def addmm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`total += a @ b`, in place, without derivatives."""
     if _onednn_is_better(a, b):
         return total.add_(_onednn(None, a, b))
-    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    if total.is_cuda:  # whose products of half precision are sums of float32: nothing is rounded in between
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(a @ b)
 
 
 class _Product(torch.autograd.Function):
