@@ -28,6 +28,7 @@ from loopfold.language import readout
 from loopfold.language.base import losses
 from loopfold.language.readout import readout_losses
 from loopfold.states import leaves, map_state, rebuild
+from loopfold.training import replaying
 from loopfold.transitions import initial_state
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -392,6 +393,32 @@ def test_training_by_graphs_is_training_without(engine: lf.Engine, monkeypatch: 
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert captured >= 2
     assert none == 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_windows_of_training_are_replayed_bit_for_bit(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout of every kind, windows of several lengths, and a readout in pieces."""
+    text = tmp_path / "words.txt"
+    generator = torch.Generator().manual_seed(0)
+    words = [f"w{int(6000 * r**2)}" for r in torch.rand(30_000, generator=generator).tolist()]
+    text.write_text(" ".join(words))
+    sizes = {"hidden_size": (72, 72, 40), "streams": 8, "window": 35, "epochs": 2.0, "split": (90, 10, 0)}
+    options = lf.preset("words-large", sources=(str(text),), device="cuda", precision=precision, **sizes)
+    found, captured = [], []
+    for devices in ({"cuda"}, set()):
+        made: list[replay.Replays] = []
+        monkeypatch.setattr(
+            replaying, "Replays", lambda *args, made=made: made.append(replay.Replays(*args)) or made[-1]
+        )
+        monkeypatch.setattr(replaying, "DEVICES", devices)
+        run = lf.train(options, tmp_path / f"run-{len(devices)}")
+        found.append({name: p.detach().cpu() for name, p in run.model.named_parameters()})
+        captured.append(len(made[0].graphs))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert captured[0] >= 3
+    assert captured[1] == 0
 
 
 def test_a_module_that_is_gone_leaves_no_graph() -> None:

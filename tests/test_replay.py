@@ -34,10 +34,15 @@ class _Tape(TorchDispatchMode):
     def replay(self) -> None:
         with torch.no_grad():
             for func, args, kwargs, result in self.notes:
-                again = func(*args, **kwargs)
+                with torch.autograd._unsafe_preserve_version_counter(tuple(_tensors((args, kwargs)))):
+                    again = func(*args, **kwargs)
                 if not func._schema.is_mutable:
-                    for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    for old, new in zip(_tensors(result), _tensors(again), strict=True):
                         old.data.copy_(new)
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
 class _Turns:
@@ -54,11 +59,13 @@ class _Turns:
 
     def capture(self, function: Callable[[], Sequence[Tensor | None]], given: list[Tensor]) -> Any:
         _Turns.captures += 1
-        with _Tape() as tape:
+        for t in given:
+            t.data.zero_()  # here they are computed with, and may be numbers of rows
+        with _Tape() as tape, torch.random.fork_rng(devices=[]):  # CUDA's generator does not move either
             results = function()
         for _, _, _, made in tape.notes:  # CUDA computes nothing while it captures
-            for t in tree_leaves(made):
-                t.data.fill_(torch.nan)
+            for t in _tensors(made):
+                t.data.fill_(torch.nan if t.is_floating_point() else 0)
         return replay._Captured(tape, [t.data for t in given], results)
 
     def aside(self, function: Callable[[], Sequence[Tensor | None]]) -> list[Tensor | None]:

@@ -47,7 +47,7 @@ The modules in the order in which data flows; each imports only from those above
     exporting        a step without Python: program, places, texts, writing (what C and JavaScript share), c, labels,
                      javascript (with the reverse step); stock, onnx; export()
     training         options, cells, making; averaging, schedules; contents, stored, folder, packed (a run on disk),
-                     listing, checkpoint, table, run; watching, guards, job, loop, rehearsal
+                     listing, checkpoint, table, run; watching, guards, job, replaying, loop, rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

@@ -167,6 +167,16 @@ def restless(recurrence: Recurrence) -> bool:
     return shelf is not None and shelf.misses > 3
 
 
+def is_settled(f: Any) -> bool:
+    """Whether a step has been run, always by a program that is trusted, and that draws no random numbers."""
+    shelf = _shelves.get(f) if isinstance(f, nn.Module) else None
+    if shelf is None or not shelf.found:
+        return False
+    with alone():
+        programs = [found.program if isinstance(found, Found) else None for found in shelf.found.values()]
+    return all(p is not None and p.watch.distrusted is None and not p.loop.draws for p in programs)
+
+
 def _sizes(recurrence: Recurrence) -> Any:
     parts = leaves(recurrence.state)
     x = tuple((leaf.shape[2:], leaf.dtype) for leaf in recurrence.sequences)

@@ -28,6 +28,7 @@ OFTEN = 4  # calls with the same sizes, after which they are captured
 MOST_GRAPHS = 4  # of a program: each holds the memory of one run
 LONG_AGO = 64  # calls: a graph that was last used before them makes room for another
 MOST_SIZES = 256  # whose calls are counted
+ROOM = 1 / 4  # of a GPU's memory, that graphs leave to others
 
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]  # of what is given, and of the parameters
 Whole = Callable[[Sequence[Tensor]], list[Tensor]]  # of both
@@ -44,10 +45,10 @@ class NotNow(Exception):
 
 
 class Replays:
-    """The CUDA graphs of a program, by its sizes; `name` is the engine's, for messages."""
+    """The CUDA graphs of a program, by its sizes, so many `at_most`; `name` is the engine's, for messages."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, at_most: int = MOST_GRAPHS) -> None:
+        self.name, self.at_most = name, at_most
         self.graphs: list[_Graph] = []
         self.counts: dict[Any, int] = {}  # calls with sizes that have no graph, or none that is free
         self.calls = 0
@@ -105,7 +106,7 @@ class Replays:
         self.counts[key] = self.counts.get(key, 0) + 1
         if self.counts[key] < OFTEN:
             return False
-        if len(self.graphs) == MOST_GRAPHS:
+        if len(self.graphs) == self.at_most:
             oldest = min(self.graphs, key=lambda graph: graph.used)
             if oldest.used > self.calls - LONG_AGO:
                 return False
@@ -271,7 +272,7 @@ class _Turns:
             _own_streams(self.stream.device).append(self.stream)
 
     def capture(self, function: Callable[[], Sequence[Tensor | None]], given: list[Tensor]) -> _Captured:
-        if torch.cuda.get_sync_debug_mode():
+        if torch.cuda.get_sync_debug_mode() or not self._has_room():
             raise NotNow
         graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph does not go back to it after a fault
@@ -285,6 +286,12 @@ class _Turns:
             raise CannotCapture(str(error)) from error
         self.pool = graph.pool()
         return _Captured(graph, [t.data for t in given], results)
+
+    def _has_room(self) -> bool:
+        device = self.stream.device
+        free, total = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later
+        return free + kept >= ROOM * total
 
     def aside(self, function: Callable[[], Sequence[Tensor | None]]) -> list[Tensor | None]:
         """What a function gives that is not captured, on the stream on which its own part of autograd was recorded."""

@@ -27,8 +27,9 @@ from loopfold.training.checkpoint import load_state, state_of, weights_of
 from loopfold.training.folder import RunFolder
 from loopfold.training.guards import Diverged, Interrupts, Stopped, check_shares, check_sources, diverged, together
 from loopfold.training.job import Job, New, Progress, streams_of
-from loopfold.training.making import autocast_of, make_optimiser
+from loopfold.training.making import make_optimiser
 from loopfold.training.options import CHANGEABLE, Options
+from loopfold.training.replaying import WindowLoss
 from loopfold.training.run import (
     LOG_EVERY,
     Run,
@@ -159,6 +160,7 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
     if processes.count > 1:  # of a learned initial state, only an epoch's first window has a gradient
         learned = any(leaf.requires_grad for leaf in leaves(cold))
         parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=learned)
+    loss_of = WindowLoss(options, model, parallel)
     size = len(streams), len(job.train_tokens)
     with interrupts.watched():
         watcher.begin(Plan(str(folder.path), options, model, steps, *size, progress.step, job.notes))
@@ -190,7 +192,7 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
         _seed(options, progress.step, processes, device)  # so dropout depends on the step alone
         share = processes.count / count  # a mean over all processes' tokens, once DDP has averaged
         with blaming(failed):
-            nll, norm, context = gradient_of(options, parallel, window, context, cold, share)
+            nll, norm, context = gradient_of(loss_of, window, context, cold, share)
 
         optimiser.step()
         if options.average == "tail":
@@ -259,23 +261,21 @@ def _loop(job: Job, processes: Processes, watcher: Watcher, interrupts: Interrup
 
 
 def gradient_of(
-    options: Options, model: nn.Module, window: Window, context: Context, cold: Context, share: float
+    loss_of: WindowLoss, window: Window, context: Context, cold: Context, share: float
 ) -> tuple[Tensor, Tensor, Context]:
     """A window forwards and backwards: the losses of its tokens, the gradient's norm before clipping, the next context.
 
     `cold` is a context as the model begins with, `share` what makes a mean of the sum of all losses.
     """
-    device = context.last.device
-    with autocast_of(options, device.type):
-        tokens = window.tokens.pin_memory() if device.type == "cuda" else window.tokens
-        scored = model(tokens.to(device, non_blocking=True), context, window.lengths)
-        loss = scored.loss(share)
+    device, model = context.last.device, loss_of.model
+    tokens = window.tokens.pin_memory() if device.type == "cuda" else window.tokens
+    loss = loss_of(tokens.to(device, non_blocking=True), context, window.lengths, share)
     model.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+    loss.total.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), loss_of.options.clip or math.inf)
     # of one dtype in all windows: a cell may give bfloat16 under autocast
-    carried = map_state(lambda leaf, like: leaf.to(like.dtype), detached(scored.context), cold)
-    return scored.nll.detach(), norm, carried
+    carried = map_state(lambda leaf, like: leaf.to(like.dtype), detached(loss.context), cold)
+    return loss.nll.detach(), norm, carried
 
 
 def _finished(progress: Progress, steps: int, options: Options) -> bool:
@@ -301,7 +301,9 @@ def _read(unread: Sequence[tuple[int, int, Tensor]], processes: Processes) -> It
 
 def _seed(options: Options, step: int, processes: Processes, device: torch.device) -> None:
     seed = ((options.seed << 40) + step * processes.count + processes.rank) % (1 << 63)
-    if device.type == "cpu":  # torch.manual_seed asks every kind of device, which takes longer than some steps
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    if device.type not in ("cpu", "cuda"):
+        torch.manual_seed(seed)  # which asks every kind of device, and takes longer than some steps
+        return
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -15,6 +15,7 @@ from loopfold.training.job import New, streams_of
 from loopfold.training.loop import gradient_of
 from loopfold.training.making import make_optimiser
 from loopfold.training.options import Options
+from loopfold.training.replaying import WindowLoss
 from loopfold.training.run import Run, check_device
 from loopfold.training.watching import Plan
 
@@ -46,13 +47,14 @@ def rehearse(options: Options, out: str | Path | None = None, *, start: Run | No
     plan = Plan(str(new.place(out)), options, new.model, steps, len(streams), len(new.tokens), 0, new.notes)
     model = new.model.to(options.device).train()
     optimiser, cold = make_optimiser(options, model), model.initial_context(streams.count)
+    loss_of = WindowLoss(options, model)
     context = cold
     begun, tokens = 0.0, 0
     failed = f"the first steps of {options.cell} failed"
     with torch.random.fork_rng(devices=[]), blaming(lambda: failed):
         for i in range(1 + STEPS):
             window, count = streams[i % len(streams)], streams.tokens_in(i % len(streams))
-            _, norm, context = gradient_of(options, model, window, context, cold, 1 / count)
+            _, norm, context = gradient_of(loss_of, window, context, cold, 1 / count)
             float(norm)  # so that a GPU is waited for
             optimiser.step()
             tokens += count

@@ -1,0 +1,184 @@
+"""Windows of training that are replayed: without a GPU, as in test_replay."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from test_replay import _Turns, emulated  # noqa: F401
+from torch import Tensor, nn
+
+import loopfold as lf
+from loopfold.engines import compiled
+from loopfold.language.recurrent import RecurrentLM, recurrent_lm
+from loopfold.states import detached
+from loopfold.training import replaying
+from loopfold.training.options import Options
+from loopfold.training.replaying import WindowLoss
+
+OPTIONS = Options(sources=("text.txt",), clip=0.25)
+STREAMS = 3
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaying, "DEVICES", {"cpu"})
+    modes = torch._C._len_torch_dispatch_stack  # the tape is one, and is CUDA's capture here
+    monkeypatch.setattr(compiled, "captures", lambda like: modes() > 0)
+    monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def model(*cells: nn.Module, **more: Any) -> RecurrentLM:
+    """Of tensor operations alone, which the emulation can note."""
+    torch.manual_seed(0)
+    everything: dict[str, Any] = {"variational": True, "tied": True, "activation_penalty": 2.0, "change_penalty": 1.0}
+    everything |= {"input_dropout": 0.2, "embedding_dropout": 0.1, "weight_drop": 0.5 * (not cells)} | more
+    made = recurrent_lm(11, cells or [lf.LSTM(4, 6), lf.LSTM(6, 4)], 4, 0.3, **everything).double()
+    for part in made.modules():
+        if isinstance(part, lf.Recurrent):
+            part.engine = lf.Looped()
+    return made.train()
+
+
+class Apart(nn.Module):
+    """What is called in the place of a model is not replayed."""
+
+    def __init__(self, made: RecurrentLM) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, *args: Any) -> Any:
+        return self.made(*args)
+
+
+class Pair:
+    """A model whose windows may be replayed, and its copy, whose never are."""
+
+    def __init__(self, made: RecurrentLM) -> None:
+        other = copy.deepcopy(made)
+        self.losses = [WindowLoss(OPTIONS, made), WindowLoss(OPTIONS, other, Apart(other))]
+        self.contexts = [made.initial_context(STREAMS)] * 2
+        self.turn = 0
+
+    @property
+    def captured(self) -> int:
+        return len(self.losses[0].replays.graphs)
+
+    def step(self, tau: int, lengths: Tensor | None = None) -> None:
+        """Losses, contexts and gradients are the same; then a step downhill."""
+        tokens = torch.randint(11, (tau, STREAMS))
+        self.turn += 1
+        found: list[Any] = []
+        for i, loss_of in enumerate(self.losses):
+            torch.manual_seed(self.turn)
+            loss = loss_of(tokens, self.contexts[i], lengths, 1 / tokens.numel())
+            self.contexts[i] = detached(loss.context)
+            loss_of.model.zero_grad()
+            loss.total.backward()
+            found.append((loss, torch.rand(()), {k: p.grad for k, p in loss_of.model.named_parameters()}))
+            with torch.no_grad():
+                for p in loss_of.model.parameters():
+                    assert p.grad is not None
+                    p.sub_(p.grad, alpha=0.3)
+        torch.testing.assert_close(found[0], found[1])
+
+    def steps(self, *lengths: int, times: int = 7) -> None:
+        for _ in range(times):
+            for tau in lengths:
+                self.step(tau)
+
+
+def test_replayed_windows_are_those_of_the_model() -> None:
+    """With dropout of every kind, over windows of several lengths and over those that are never replayed."""
+    pair = Pair(model())
+    pair.steps(9, 12, 9, 10, times=14)
+    assert pair.captured == 3
+    assert _Turns.captures == 6  # each there and back
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.dropout, "p", 0.7),
+        lambda m: m.network.recurrent.layers[1].cell.parametrizations.W[0].__setattr__("p", 0.1),
+        lambda m: setattr(m.penalty, "activation", 0.0),
+        lambda m: setattr(m, "input_dropout", None),
+    ],
+)
+def test_what_changes_in_the_model_changes_the_windows(change: Callable[[RecurrentLM], Any]) -> None:
+    pair = Pair(model())
+    pair.steps(9)
+    assert pair.captured == 1
+    for loss_of in pair.losses:
+        change(cast(RecurrentLM, loss_of.model))
+    pair.steps(9)
+
+
+class Scaled(lf.Transition):
+    """A buffer, which may be another tensor at any time, and a number."""
+
+    scale: Tensor
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.U, self.W, self.leak = nn.Linear(n_in, n), nn.Linear(n, n), 0.5
+        self.register_buffer("scale", torch.ones(n), persistent=False)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.leak * h + torch.tanh(self.scale * self.W(h) + self.U(x))
+
+
+def test_buffers_and_numbers_of_a_cell_are_as_they_are_now() -> None:
+    pair = Pair(model(Scaled(4, 4)))
+    pair.steps(9)
+    assert pair.captured == 1
+    for k in range(5):
+        for loss_of in pair.losses:
+            cell: Any = loss_of.cells[0]
+            cell.cell.scale = torch.full((4,), 0.1 * k, dtype=torch.float64)
+        pair.step(9)
+    assert pair.captured == 1
+    for k in range(5):
+        for loss_of in pair.losses:
+            cell = loss_of.cells[0]
+            cell.cell.leak = 0.1 * k
+        pair.step(9)
+    assert pair.captured == 1
+
+
+def test_windows_that_are_not_replayed() -> None:
+    """Where sequences end, a module has a hook, or a cell draws numbers of its own."""
+    pair = Pair(model())
+    for _ in range(9):
+        pair.step(9, torch.tensor([9, 8, 8]))
+    calls: list[int] = []
+    for loss_of in pair.losses:
+        cast(RecurrentLM, loss_of.model).dropout.register_forward_hook(lambda *_: calls.append(1))
+    pair.steps(9)
+    assert not pair.captured
+    assert len(calls) == 14
+
+    class Noisy(Scaled):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return super().forward(h + 0.1 * torch.randn_like(h), x)
+
+    pair = Pair(model(Noisy(4, 4)))
+    pair.steps(9)
+    assert not pair.captured
+
+
+def test_a_cell_that_is_not_compiled_is_not_replayed() -> None:
+    class Branches(Scaled):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return super().forward(h if h.sum() > 0 else -h, x)
+
+    made = model(Branches(4, 4))
+    for part in made.modules():
+        if isinstance(part, lf.Recurrent):
+            part.engine = lf.Auto()
+    pair = Pair(made)
+    with pytest.warns(lf.EngineWarning, match="Python loop"):
+        pair.step(9)
+    pair.steps(9)
+    assert not pair.captured
