@@ -78,6 +78,7 @@ def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(home / "run", tmp_path / "run")
     (tmp_path / "text.txt").write_text(RHYME * 16)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n\n\t")
     (tmp_path / "tiny.txt").write_text(RHYME[:50])
     (tmp_path / "latin.txt").write_bytes(RHYME.encode() * 9 + b"caf\xe9")
     (tmp_path / "one.txt").write_text("a" * 500)
@@ -401,6 +402,9 @@ def refused(message: str, *arguments: object, stdin: str = "") -> None:
 NEW = ("--out", "new", *TINY)
 BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "an empty file": (("train", "empty.txt", *NEW), "empty.txt is empty: name a file with text"),
+    "a blank file": (("train", "blank.txt", *NEW), "blank.txt has white space alone: name a file with text"),
+    "list a file": (("list", "text.txt"), "text.txt is a file: name the folder that your runs are in"),
+    "export to no folder": (("export", "run", "--to", "none/a.c"), "no folder none. Make it, or choose another --to"),
     "a tiny file": (("train", "tiny.txt", *NEW), "the training text has 40 characters and needs at least 100"),
     "no file": (("train", "txt.txt", *NEW), "there is no file txt.txt. Did you mean text.txt"),
     "not UTF-8": (("train", "latin.txt", *NEW), "latin.txt is not UTF-8: byte .* type iconv -f latin1"),

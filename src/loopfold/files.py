@@ -10,6 +10,8 @@ from secrets import token_hex
 from typing import IO, Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
+from loopfold.errors import Argument, OptionError
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file at once, on the disk: no reader sees half of it, and if this fails the old one stays."""
@@ -26,6 +28,19 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
         raise
+
+
+def check_place(path: Path, example: str, place: str = "out") -> None:
+    """Before the work that a file takes: that it can be written there. `place` is the argument that says where."""
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder: name a file, such as {path / example}.")
+    if not path.parent.is_dir():
+        missing = f"{path} cannot be written: there is no folder {path.parent}. Make it, or choose another "
+        raise OptionError(missing, Argument(place), ".")
+    if not os.access(path.parent, os.W_OK):
+        raise OptionError(
+            f"{path} cannot be written: Permission denied. Choose another place with ", Argument(place), "."
+        )
 
 
 def cache_folder() -> Path:

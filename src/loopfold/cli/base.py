@@ -108,7 +108,7 @@ def flag(name: str, value: object = None) -> str:
     >>> flag("hidden_size", 9), flag("hidden_size", (9, 4)), flag("tied", False), flag("trust", True), flag("part")
     ('--hidden-size 9', '--hidden-size 9-4', '--no-tied', '--trust', '--on')
     """
-    word = {"part": "on"}.get(name, name).replace("_", "-")
+    word = {"part": "on", "path": "to"}.get(name, name).replace("_", "-")
     if value is False:
         return f"--no-{word}"
     value = "-".join(map(str, value)) if isinstance(value, tuple) else value

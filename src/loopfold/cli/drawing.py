@@ -83,17 +83,14 @@ def draw(
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.drawing.figure import format_of
-    from loopfold.errors import Argument, OptionError
+    from loopfold.errors import OptionError
+    from loopfold.files import check_place
     from loopfold.training.cells import maker_of, place_in_cell
     from loopfold.training.folder import ELSEWHERE
     from loopfold.training.stored import PACKED, RunError
 
     if out is not None:  # before the work, not after it
-        if out.is_dir():
-            raise OptionError(f"{out} is a folder: name a file, such as {out / 'picture.svg'}.")
-        if not out.parent.is_dir():
-            missing = f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another "
-            raise OptionError(missing, Argument("out"), ".")
+        check_place(out, "picture.svg")
         try:
             format_of(out)
         except ValueError as error:

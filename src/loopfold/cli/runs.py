@@ -81,6 +81,8 @@ def list_runs(
     from loopfold.errors import OptionError
     from loopfold.training.listing import list_below
 
+    if folder.is_file():
+        raise OptionError(f"{folder} is a file: name the folder that your runs are in.")
     if not folder.is_dir():
         raise OptionError(f"there is no folder {folder}: name the one that your runs are in, or train one first.")
     found = sorted(list_below(folder), key=lambda run: run.path)

@@ -14,7 +14,7 @@ from loopfold.exporting.program import StepProgram
 from loopfold.exporting.stock import stock
 from loopfold.exporting.texts import Texts
 from loopfold.exporting.writing import is_name
-from loopfold.files import write_whole
+from loopfold.files import check_place, write_whole
 from loopfold.language.recurrent import RecurrentLM
 from loopfold.states import Step, name_of
 from loopfold.stepgraph.graph import Refusal
@@ -67,8 +67,7 @@ def export(
     ['gru.c', 'gru.h']
     """
     path = Path(path)
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder: name a file, such as {path / 'model.js'}.")
+    check_place(path, "model.js", "path")
     language = LANGUAGES.get(path.suffix)
     if language is None:
         known = ", ".join(f"{suffix} ({name})" for suffix, name in LANGUAGES.items())
@@ -80,8 +79,6 @@ def export(
             raise OptionError(Argument(name), f" has no effect in {language}: it is for {' and '.join(FOR[name])}.")
     if one_step and lengths:
         raise OptionError("one step has no length: leave out ", Argument("one_step"), " or ", Argument("lengths"), ".")
-    if not path.parent.is_dir():
-        raise OptionError(f"there is no folder {path.parent}: make it first, or name another.")
     if language == "C" and not is_name(path.stem):
         raise ValueError(
             f"{path.stem!r} begins every name of the C code: it must be letters, digits and _, a letter first, and no "

@@ -1,18 +1,17 @@
 """The report: one HTML file on a run that needs nothing else, no network least of all."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 
 from loopfold.drawing.figure import theme_css
-from loopfold.files import write_whole
+from loopfold.files import check_place, write_whole
 from loopfold.report.inside import inside
 from loopfold.report.live import MEGABYTES, the_model
 from loopfold.report.markup import asset, data_block, escape, fingerprint
 from loopfold.report.sections import Section, summary, the_curve, the_run, the_samples, the_table
 from loopfold.report.subject import Subject
-from loopfold.training.folder import ELSEWHERE, OUT, RunError
+from loopfold.training.folder import ELSEWHERE, RunError
 from loopfold.training.run import Run
 
 # What moves on the page, in the order in which it is read
@@ -37,15 +36,9 @@ def write_report(
 
 def write_page(out: Path, make: Callable[[], str], example: str) -> Path:
     """Write a page that takes a while to make; what is wrong with its place is said before."""
-    if out.is_dir():
-        raise RunError(f"{out} is a folder: name a file, such as {out / example}.")
+    check_place(out, example)
     if out.suffix.lower() not in (".html", ".htm"):
         raise RunError(f"it is a page for a browser, so its name must end in .html; got {out.name}.")
-    if not out.parent.is_dir():
-        missing = f"{out} cannot be written: there is no folder {out.parent}. Make it, or choose another "
-        raise RunError(missing, OUT, ".")
-    if not os.access(out.parent, os.W_OK):
-        raise RunError(f"{out} cannot be written: the folder does not let you. ", *ELSEWHERE)
     page = make()
     try:
         write_whole(out, page.encode())

@@ -178,7 +178,7 @@ def _read(source: str, into: Gathering) -> None:
     if source == PYTHON_DOCS:
         into.add(python_docs())
         return
-    path, name, empty = Path(source), _STDIN if source == "-" else source, True
+    path, name, empty = Path(source), _STDIN if source == "-" else source, "is empty"
     try:
         if source == "-":
             files = {_STDIN: iter([_read_stdin(sys.stdin)])}
@@ -187,7 +187,8 @@ def _read(source: str, into: Gathering) -> None:
         for file, raw in files.items():
             into.end_line()
             for piece in _decode(raw, file):
-                empty = empty and not piece.strip()
+                if empty and piece:
+                    empty = "" if piece.strip() else "has white space alone"
                 into.add(piece)
     except (FileNotFoundError, NotADirectoryError):
         raise CorpusError(_missing(path)) from None
@@ -197,7 +198,7 @@ def _read(source: str, into: Gathering) -> None:
             f"{name} cannot be read ({error.strerror}): type ls -l {quote(name)} to see why, or name another file."
         ) from None
     if empty:
-        raise CorpusError(f"{name} is empty: name a file with text, or type {PYTHON_DOCS} to try without one.")
+        raise CorpusError(f"{name} {empty}: name a file with text, or type {PYTHON_DOCS} to try without one.")
 
 
 @cache

@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from loopfold.files import archive, members, read_member, write_whole
+from loopfold.files import archive, check_place, members, read_member, write_whole
 from loopfold.training import contents
 from loopfold.training.folder import ELSEWHERE, OUT, RunFolder
 from loopfold.training.stored import PACKED, RunError, StoredRun, modified, steadily
@@ -131,5 +131,4 @@ def _check_target(target: Path) -> None:
             raise RunError(
                 f"{target} is there already and is not a packed run, so it is not replaced: choose another ", OUT, "."
             ) from error
-    if not target.parent.is_dir():
-        raise RunError(f"{target} cannot be written: there is no folder {target.parent}. ", *ELSEWHERE)
+    check_place(target, f"run{PACKED}")
