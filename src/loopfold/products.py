@@ -40,6 +40,11 @@ def addmm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total.add_(a @ b)
 
 
+def addmm_into(memory: Tensor, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`c + a @ b` for a row `c`, without derivatives; in `memory`, unless a library returns memory of its own."""
+    return _onednn(c, a, b) if _onednn_is_better(a, b) else addmm_(memory.copy_(c), a, b)
+
+
 class _Product(torch.autograd.Function):
     """`c + a @ b`."""
 
@@ -67,7 +72,7 @@ def _onednn(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         if rest and k > b.shape[1]:  # where the result is smaller than `a`, that is copied, and `a` is not
             last = a[-rest:] @ b
             return torch.cat([_linear(a[:-rest], b, c), last if c is None else last + c])
-        return _linear(F.pad(a, (0, 0, 0, -rows % grain(rows))), b, c)[:rows]
+        return _linear(F.pad(a, (0, 0, 0, -rows % grain(rows))) if rest else a, b, c)[:rows]
     if c is None and (b.T.is_contiguous() or a.numel() > b.numel()):
         return _onednn(None, b.T, a.T).T
     whole = k - k % grain(k)

@@ -239,14 +239,21 @@ def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor], rough: torch.dt
 
 
 def _largest(tensor: Tensor) -> Tensor:
+    """The largest size of a finite number."""
+    size = _reach(tensor)
+    return size if size.isfinite() else _reach(torch.where(tensor.isfinite(), tensor, 0))
+
+
+def _reach(tensor: Tensor) -> Tensor:
+    """`tensor.abs().amax()`, which may be no number, without another tensor as large."""
     if tensor.numel() == 0:
         return tensor.new_zeros(())
-    size = tensor.abs().amax()
-    return torch.where(size.isfinite(), size, torch.where(tensor.isfinite(), tensor, 0).abs().amax())
+    least, most = tensor.aminmax()
+    return most.maximum(-least)
 
 
 def _within(ours: Sequence[Tensor], theirs: Sequence[Tensor], margins: Sequence[Tensor]) -> list[Tensor]:
-    return [((a - b).abs() <= m).all() for a, b, m in zip(ours, theirs, margins, strict=True)]
+    return [_reach(a - b) <= m for a, b, m in zip(ours, theirs, margins, strict=True)]
 
 
 def _nearby(tensor: Tensor, roundings: float = 64) -> Tensor:

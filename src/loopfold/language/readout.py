@@ -17,7 +17,7 @@ from torch import Tensor
 from loopfold.casts import casts, with_casts
 from loopfold.language.base import losses
 from loopfold.outputs import Classes
-from loopfold.products import addmm_, grain
+from loopfold.products import addmm_, addmm_into, grain
 from loopfold.states import alive
 from loopfold.wiring import check_targets
 
@@ -148,7 +148,7 @@ def _in_pieces(
         rows = slice(first, first + size)
         x_rows, y_rows = x[rows], targets[rows]
         o, p = (_buffer(name, len(x_rows), n, exact, h.device) for name in "op")
-        addmm_(o.copy_(c), x_rows, V_T)  # book (10.10)
+        o = addmm_into(o, c, x_rows, V_T)  # book (10.10)
         largest = o.amax(1, keepdim=True)
         torch.softmax(o, 1, out=p)
         log_sum = -p.amax(1, keepdim=True).log()  # where o is largest, p is 1 / Σ exp(o - largest)
