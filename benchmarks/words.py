@@ -7,7 +7,7 @@
 10,000 words, one LSTM of 256 units whose embeddings are tied to the readout, dropout 0.4, 32 streams, windows of 35,
 AdamW, gradients clipped. The plain model is `nn.Embedding`, `nn.LSTM`, `F.linear` and cross-entropy. Both take turns in
 one run, a step each; the medians are compared. Memory is the largest resident set of a process that trains one of them
-alone, or the most that torch has held of a GPU.
+alone, and beside it how much of that came with its steps; or the most that torch has held of a GPU.
 """
 
 import argparse
@@ -103,18 +103,23 @@ def compare(words: int, n: int, device: str, turns: int = 40) -> dict[str, float
     return {name: statistics.median(found[8:]) for name, found in times.items()}
 
 
-def memory(which: str, words: int, n: int, device: str) -> float:
-    """The most MB that training takes, measured in a process of its own."""
+def memory(which: str, words: int, n: int, device: str) -> tuple[float, float]:
+    """The most MB that training takes, and how much of it came with its steps, measured in a process of its own."""
     flags = ["--memory", which, "--vocabulary", str(words), "--hidden", str(n), "--device", device]
     done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    before, peak = map(float, done.stdout.split())
+    return peak, peak - before
 
 
-def _measure_memory(which: str, words: int, n: int, device: str) -> float:
+def _measure_memory(which: str, words: int, n: int, device: str) -> None:
+    def most() -> float:
+        return torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else largest()
+
     step = MAKE[which](words, n, device)
+    before = most()
     for _ in range(12):
         step()
-    return torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else largest()
+    print(before, most())
 
 
 def main() -> None:
@@ -126,13 +131,13 @@ def main() -> None:
     given = parser.parse_args()
     words, n, device = given.vocabulary, given.hidden, given.device
     if given.memory:
-        print(_measure_memory(given.memory, words, n, device))
+        _measure_memory(given.memory, words, n, device)
         return
     print(f"|V| = {words:,}, n = {n}, {STREAMS} streams, windows of {WINDOW}; torch {torch.__version__}, {device}")
     seconds = compare(words, n, device)
     for name in MAKE:
-        rate, most = STREAMS * WINDOW / seconds[name], memory(name, words, n, device)
-        print(f"{name:<9} {rate:>9,.0f} tokens/s {most:>7,.0f} MB")
+        rate, (most, more) = STREAMS * WINDOW / seconds[name], memory(name, words, n, device)
+        print(f"{name:<9} {rate:>9,.0f} tokens/s {most:>7,.0f} MB   (its steps {more:.0f})")
     print(f"{seconds['torch.nn'] / seconds['ours']:.2f} times torch.nn's tokens a second")
 
 
