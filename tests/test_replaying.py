@@ -10,7 +10,7 @@ from test_replay import _Turns, emulated  # noqa: F401
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.engines import compiled
+from loopfold.engines import compiled, programs
 from loopfold.language.recurrent import RecurrentLM, recurrent_lm
 from loopfold.states import detached
 from loopfold.training import replaying
@@ -182,3 +182,26 @@ def test_a_cell_that_is_not_compiled_is_not_replayed() -> None:
         pair.step(9)
     pair.steps(9)
     assert not pair.captured
+
+
+SWITCH = {"on": 1.0}
+
+
+def test_a_window_is_not_replayed_once_its_trace_was_found_to_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of a window that is run as it stands finds it; from then on nothing captured before is replayed."""
+
+    class Switched(Scaled):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return super().forward(h, x) * globals()["SWI" + "TCH"]["on"]  # where no fingerprint looks
+
+    pair = Pair(model(Switched(4, 4)))
+    pair.steps(9)
+    assert pair.captured == 1
+    monkeypatch.setitem(SWITCH, "on", 0.5)
+    pair.losses[0].calls = replaying.AS_IT_STANDS - 1
+    for loss_of in pair.losses:
+        (found,) = programs._shelves[cast(nn.Module, loss_of.cells[0])].found.values()
+        assert isinstance(found, programs.Found)
+        found.program.watch.of("Looped").credit = 1.0  # as after many runs
+    pair.steps(9)
+    assert pair.captured == 2

@@ -42,7 +42,7 @@ def addmm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def addmm_into(memory: Tensor, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`c + a @ b` for a row `c`, without derivatives; in `memory`, unless a library returns memory of its own."""
-    return _onednn(c, a, b) if _onednn_is_better(a, b) else addmm_(memory.copy_(c), a, b)
+    return _onednn(c, a, b) if _is_plain(c) and _onednn_is_better(a, b) else addmm_(memory.copy_(c), a, b)
 
 
 class _Product(torch.autograd.Function):

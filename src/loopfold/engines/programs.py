@@ -107,6 +107,7 @@ class _Shelf:
     refusals: dict[Any, int] = field(default_factory=dict)  # how many fingerprints of each size were refused
     beside: dict[Any, Any] = field(default_factory=dict)  # what engines keep that holds a program, which none may hold
     misses: int = 0  # calls in a row at which the step was not as any time before
+    forgotten: int = 0  # how often a trace was found to be true no more
 
 
 _shelves: weakref.WeakKeyDictionary[nn.Module, _Shelf] = weakref.WeakKeyDictionary()
@@ -149,6 +150,7 @@ def forget(recurrence: Recurrence) -> None:
             shelf.programs.pop(sizes, None)
             shelf.found = {key: found for key, found in shelf.found.items() if key[0] != sizes}
             shelf.beside.clear()
+            shelf.forgotten += 1
         recurrence.memo.clear()
 
 
@@ -167,14 +169,18 @@ def restless(recurrence: Recurrence) -> bool:
     return shelf is not None and shelf.misses > 3
 
 
-def is_settled(f: Any) -> bool:
-    """Whether a step has been run, always by a program that is trusted, and that draws no random numbers."""
+def forgotten(f: Any) -> int | None:
+    """How often traces of a step were found to be true no more; what was captured before then is not true either.
+
+    None, unless it has been run, always by a program that is trusted and that draws no random numbers.
+    """
     shelf = _shelves.get(f) if isinstance(f, nn.Module) else None
     if shelf is None or not shelf.found:
-        return False
+        return None
     with alone():
         programs = [found.program if isinstance(found, Found) else None for found in shelf.found.values()]
-    return all(p is not None and p.watch.distrusted is None and not p.loop.draws for p in programs)
+        settled = all(p is not None and p.watch.distrusted is None and not p.loop.draws for p in programs)
+        return shelf.forgotten if settled else None
 
 
 def _sizes(recurrence: Recurrence) -> Any:

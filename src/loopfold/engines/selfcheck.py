@@ -241,7 +241,9 @@ def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor], rough: torch.dt
 def _largest(tensor: Tensor) -> Tensor:
     """The largest size of a finite number."""
     size = _reach(tensor)
-    return size if size.isfinite() else _reach(torch.where(tensor.isfinite(), tensor, 0))
+    if tensor.is_cpu and size.isfinite():  # a GPU would have to be waited for
+        return size
+    return torch.where(size.isfinite(), size, _reach(torch.where(tensor.isfinite(), tensor, 0)))
 
 
 def _reach(tensor: Tensor) -> Tensor:

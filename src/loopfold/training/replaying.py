@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from loopfold.engines.programs import is_settled
+from loopfold.engines.programs import forgotten
 from loopfold.engines.replay import Replays
 from loopfold.language.base import Context, LanguageModel
 from loopfold.recurrent import is_plain, recurrences_of
@@ -38,8 +38,9 @@ class WindowLoss:
     """The loss of `model` on a window, under autocast as the options say; `parallel` is what is called in its place.
 
     A graph does again what it was captured from. So before each replay it is asked whether the model is what it was, by
-    its `fingerprint`, and all tensors that it holds are given to the graph; its cells must be compiled, and draw no
-    random numbers of their own. Those of dropout are drawn anew at each replay, from the seed of the step.
+    its `fingerprint`, and all tensors that it holds are given to the graph; its cells must be compiled, from traces
+    that still hold, and draw no random numbers of their own. Those of dropout are drawn anew at each replay, from the
+    seed of the step.
     """
 
     def __init__(self, options: Options, model: LanguageModel, parallel: nn.Module | None = None) -> None:
@@ -68,7 +69,8 @@ class WindowLoss:
         if len(self.known) == MOST_KNOWN:
             self.known.clear()
         met = self.known.setdefault(fingerprint(self.model), self.calls)
-        total, nll, *after = self.replays.run(run, (met, share), [tokens, *leaves(context)], tensors)
+        traced = tuple(map(forgotten, self.cells))
+        total, nll, *after = self.replays.run(run, (met, traced, share), [tokens, *leaves(context)], tensors)
         return Loss(total, nll, rebuild(context, after))
 
     def _loss(self, model: Any, share: float, tokens: Tensor, context: Context, lengths: Tensor | None) -> Loss:
@@ -81,7 +83,7 @@ class WindowLoss:
         ours = tokens.device.type in DEVICES and self.parallel is self.model and bool(self.cells)
         if not ours or global_hooks() or not all(is_plain(part, type(part)) for part in self.modules):
             return False
-        return all(map(is_settled, self.cells))
+        return all(forgotten(cell) is not None for cell in self.cells)
 
 
 Place = tuple[int, str, str]  # the number of a module, "_parameters" or "_buffers", the name there
