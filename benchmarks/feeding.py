@@ -1,8 +1,8 @@
-"""What it gains to compile networks that read their own outputs: against the Python loops that they were before.
+"""What it gains to compile networks that read their own outputs: against Python loops.
 
     python benchmarks/feeding.py
 
-The old loops are kept here: one call of the layer, the readout and the feeding at every step. Both ways are first shown
+The loops are here: one call of the layer, the readout and the feeding at every step. Both ways are first shown
 to give the same numbers; then they take turns in one process, and medians are compared. `--threads 1` is for a machine
 that does other things too.
 """
@@ -26,10 +26,10 @@ from loopfold.states import map_state
 HIDDEN, SIZE, ROUNDS = 64, 16, 7
 
 
-# ------------------------------------------------------------------ the old loops
+# ------------------------------------------------------------------ the loops
 
 
-def old_generate(model: lf.RecurrentLM, vocabulary: lf.Vocabulary, length: int, generator: torch.Generator) -> str:
+def loop_generate(model: lf.RecurrentLM, vocabulary: lf.Vocabulary, length: int, generator: torch.Generator) -> str:
     """One call of Python a token."""
     text, pieces = vocabulary.stream(), []
     with evaluating(model):
@@ -55,7 +55,7 @@ def torch_generate(cell: nn.GRUCell, E: Tensor, V: Tensor, c: Tensor, length: in
     return torch.stack(found)
 
 
-def old_loop(
+def loop_over(
     run: Callable[[Tensor, object, int], tuple[Tensor, object]],
     model: lf.Pattern,
     fed: Tensor,
@@ -72,19 +72,19 @@ def old_loop(
     return torch.stack(os)
 
 
-def old_output_recurrence(model: lf.OutputRecurrence, x: Tensor, y: Tensor, feeding: Mixture) -> Tensor:
+def loop_output_recurrence(model: lf.OutputRecurrence, x: Tensor, y: Tensor, feeding: Mixture) -> Tensor:
     fed = x.new_zeros(x.shape[1], model.outputs.size)
-    return old_loop(lambda fed, state, t: (model.hidden(fed, x[t]), None), model, fed, y, feeding)
+    return loop_over(lambda fed, state, t: (model.hidden(fed, x[t]), None), model, fed, y, feeding)
 
 
-def old_encoder_decoder(model: lf.EncoderDecoder, x: Tensor, y: Tensor, feeding: Mixture) -> Tensor:
+def loop_encoder_decoder(model: lf.EncoderDecoder, x: Tensor, y: Tensor, feeding: Mixture) -> Tensor:
     vector = model.encoder(x).last_hidden
 
     def run(fed: Tensor, state: object, t: int) -> tuple[Tensor, object]:
         found = model.decoder.recurrent(torch.cat([vector, fed], -1)[None], state)
         return found.hidden[0], found.last
 
-    return old_loop(run, model.decoder, vector.new_zeros(len(vector), model.outputs.size), y, feeding)
+    return loop_over(run, model.decoder, vector.new_zeros(len(vector), model.outputs.size), y, feeding)
 
 
 # ------------------------------------------------------------------ taking turns
@@ -121,14 +121,14 @@ def generation() -> None:
             lf.generate(model, vocabulary, "", length, pick, samples=samples)  # noqa: B023
 
         ours()  # compiles it
-        new, old, plain = medians(
+        ours_took, loop, plain = medians(
             ours,
-            lambda: old_generate(model, vocabulary, 200, generator),
+            lambda: loop_generate(model, vocabulary, 200, generator),
             lambda: torch_generate(cell, E, V, c, 200, samples),  # noqa: B023
         )
-        speeds = samples * length / new, 200 / old, samples * 200 / plain
+        speeds = samples * length / ours_took, 200 / loop, samples * 200 / plain
         texts = "1 text" if samples == 1 else f"{samples} texts"
-        for against, speed, target in zip(("old generate", "plain torch"), speeds[1:], targets, strict=True):
+        for against, speed, target in zip(("a loop", "plain torch"), speeds[1:], targets, strict=True):
             figures = f"{speeds[0]:,.0f} tokens/s against {speed:,.0f}"
             row(f"generate, GRU 320, characters, {texts}", against, speeds[0] / speed, target, figures)
 
@@ -136,7 +136,7 @@ def generation() -> None:
 def training(
     what: str,
     model: lf.Pattern,
-    old: Callable[..., Tensor],
+    loop: Callable[..., Tensor],
     steps: int,
     batch: int,
     feeding: Callable[[], Feeding],
@@ -154,13 +154,13 @@ def training(
         return both_ways(model(x, y, feeding()))
 
     def theirs() -> Tensor:
-        return both_ways(old(model, x, y, feeding()))
+        return both_ways(loop(model, x, y, feeding()))
 
     torch.testing.assert_close(ours(), theirs(), rtol=1e-3, atol=1e-3)
     for _ in range(3):
         ours()
     new, before = medians(ours, theirs)
-    row(f"{what}, batch {batch}", "old loop", before / new, target, f"{1e3 * new:.1f} ms against {1e3 * before:.1f}")
+    row(f"{what}, batch {batch}", "a loop", before / new, target, f"{1e3 * new:.1f} ms against {1e3 * before:.1f}")
 
 
 def main() -> None:
@@ -174,7 +174,7 @@ def main() -> None:
         training(
             f"OutputRecurrence, free, n {HIDDEN}, τ 1000",
             lf.OutputRecurrence(SIZE, HIDDEN, SIZE),
-            old_output_recurrence,
+            loop_output_recurrence,
             1000,
             batch,
             lf.FreeRunning,
@@ -183,7 +183,7 @@ def main() -> None:
     training(
         f"EncoderDecoder, scheduled sampling, n {HIDDEN}, τ 100",
         lf.EncoderDecoder(lf.GRU(SIZE, HIDDEN), lf.GRU(HIDDEN + SIZE, HIDDEN), SIZE),
-        old_encoder_decoder,
+        loop_encoder_decoder,
         100,
         16,
         lambda: lf.ScheduledSampling(0.5, generator=torch.Generator().manual_seed(1)),

@@ -4,9 +4,9 @@
     python benchmarks/training.py --device cuda
 
 One layer of 256 units, an embedding of as many, 32 streams, windows of 64, AdamW, gradients clipped. The plain model is
-`nn.Embedding`, `nn.RNN` or `nn.GRU`, `nn.Linear`, cross-entropy and autograd. Both take turns in one run, a step each;
-the medians are compared. Memory, on a CPU, is the largest resident set of a process that trains one of them alone;
-beside it, how much that is above the process before its first step.
+`nn.Embedding`, `nn.RNN`, `nn.GRU` or `nn.LSTM`, `nn.Linear`, cross-entropy and autograd. Both take turns in one run, a
+step each; the medians are compared. Memory, on a CPU, is the largest resident set of a process that trains one of them
+alone; beside it, how much that is above the process before its first step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A picture of a section of a report, for README: python docs/screenshot.py runs/demo/report.html states"""
+"""A picture of a section of a report, for README: python docs/screenshot.py runs/demo/report.html try"""
 
 import shutil
 import sys

@@ -205,8 +205,10 @@ def test_a_text_for_which_there_is_no_file_stays_in_memory(
     assert long_text(TEXT)[:] == found[:] == TEXT
     assert "kept in memory, since no file can be written: [Errno 28] No space left" in caplog.text
     kept = found._kept
-    monkeypatch.setattr(kept, "file", Full(kept.file))
+    on_disk = kept.file
+    monkeypatch.setattr(kept, "file", Full(on_disk))
     kept.write(3, b"end")
+    assert on_disk.closed  # and its space is free
     assert LongText(kept, 0, len(TEXT) + 3)[:] == TEXT + "end"
     assert "kept in memory, since its file cannot be written" in caplog.text
 
@@ -360,10 +362,11 @@ def test_token_files_that_were_used_last_stay(cache: Path, all_long: None, monke
     for age, name in enumerate(("new.tokens", "old.tokens", "left.new", "older.tokens")):
         (folder / name).write_bytes(bytes(1000))
         os.utime(folder / name, (time.time() - 90_000 * age, time.time() - 90_000 * age))
+    (folder / "dangling.tokens").symlink_to("nowhere")
     monkeypatch.setattr(tokens, "KEPT", len(TEXT) + 1500)
     lf.Characters.of(TEXT).encode(long_text(TEXT))
-    assert {path.name for path in folder.iterdir() if len(path.name) < 20} == {"new.tokens"}
-    assert len([*folder.iterdir()]) == 2
+    assert {path.name for path in folder.iterdir() if len(path.name) < 20} == {"new.tokens", "dangling.tokens"}
+    assert len([*folder.iterdir()]) == 3
 
 
 def test_what_a_stopped_process_has_left_is_removed(cache: Path, all_long: None) -> None:

@@ -22,7 +22,7 @@ from helpers import flags_of, random_text, wait_for_step
 
 from loopfold import cli
 from loopfold.training import watching
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunError, RunFolder, _flush
 from loopfold.training.loop import open_run, resume, train
 from loopfold.training.options import Options
 from loopfold.training.watching import Silent
@@ -528,6 +528,15 @@ def test_where_nothing_may_be_written(
         train(options_of(text), path)
     monkeypatch.undo()
     assert not path.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
+def test_no_file_stays_open_where_a_folder_is_not_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", forbidden)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PermissionError):
+        _flush(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_folder_that_may_not_be_written_or_read_any_more(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 import io
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,14 +118,23 @@ class Permuted(lf.Transition):
 
 
 def test_what_is_no_plain_data_stays_in_its_process() -> None:
-    for cell in (Permuted(), lf.Elman(5, 5, activation=nn.Dropout(0.5))):
+    locked: Any = lf.Elman(5, 5)
+    locked.lock = threading.Lock()
+    for cell, reason in (
+        (Permuted(), "another step with other numbers in its parameters"),
+        (lf.Elman(5, 5, activation=nn.Dropout(0.5)), "it draws random numbers"),
+        (locked, "cannot pickle '_thread.lock' object"),
+    ):
         layer = lf.Recurrent(cell).train()
-        program = torch.export.export(Hidden(layer), (torch.randn(7, 3, 5),))
+        with pytest.warns(lf.EngineWarning, match=f"runs only in this process: .*{reason}"):
+            program = torch.export.export(Hidden(layer), (torch.randn(7, 3, 5),))
         arguments = next(node.args for node in program.graph.nodes if "loopfold" in str(node.target))
         assert arguments[:2] == (layer.number, "")
     layer = lf.Recurrent(Permuted())
     x = torch.randn(7, 3, 5)
-    torch.testing.assert_close(torch.export.export(Hidden(layer), (x,)).module()(x), layer(x).hidden)
+    with pytest.warns(lf.EngineWarning, match="Permuted is not stored in the program"):
+        program = torch.export.export(Hidden(layer), (x,))
+    torch.testing.assert_close(program.module()(x), layer(x).hidden)
 
 
 def test_an_exported_program_keeps_its_step() -> None:

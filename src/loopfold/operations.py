@@ -6,6 +6,7 @@ call outside of torch.compile does, by its engine and with all checks, so a step
 
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -21,9 +22,10 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from loopfold.engines.base import EngineWarning
 from loopfold.engines.programs import program_of
-from loopfold.states import State, all_leaves, leaves, parted, rebuild
-from loopfold.stepgraph.graph import StepGraph, sizes_of
+from loopfold.states import State, all_leaves, leaves, name_of, parted, rebuild
+from loopfold.stepgraph.graph import Refusal, StepGraph, sizes_of
 from loopfold.stepgraph.stored import StoredStep, from_text, to_text
 from loopfold.transitions import initial_state, own_start
 from loopfold.unfolding import Unfolding, checked, unfold
@@ -75,8 +77,15 @@ def unfold_in_graph(
     starts = [] if state is None else leaves(state)
     number, step, parameters = layer.number, "", list(layer.cell.parameters())
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        stored = _stored(layer, x, state, cast)
-        number, step, starts, parameters = (0, *stored) if stored else (number, step, starts, parameters)
+        try:
+            step, starts, parameters = _stored(layer, x, state, cast)
+            number = 0
+        except Refusal as reason:
+            warnings.warn(
+                f"{name_of(layer.cell)} is not stored in the program, which runs only in this process: {reason}",
+                EngineWarning,
+                stacklevel=2,
+            )
     tensors = [x, *starts, *parameters]
     grad, later = torch.is_grad_enabled(), torch.compiler.is_exporting()  # who runs it may want other gradients
     needs = [grad and (t.is_floating_point() if later else t.requires_grad) for t in tensors]
@@ -87,8 +96,8 @@ def unfold_in_graph(
     return Unfolding.of_ends(outputs, states) if only_last else Unfolding.of(outputs, states, lengths)
 
 
-def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[str, list[Tensor], list[Tensor]] | None:
-    """The step as text, the leaves of the state before it, and the parameters that it reads; None where it is no data.
+def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[str, list[Tensor], list[Tensor]]:
+    """The step as text, the leaves of the state before it, and the parameters that it reads.
 
     While torch exports a layer, its parameters have no numbers. So a copy with others is traced, and one more, since a
     step that looks at numbers may be another with others.
@@ -97,8 +106,8 @@ def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[st
     own = own_start(cell)
     tensors = [*cell.parameters(), *cell.buffers()]
     texts = set()
-    if layer.training and any(map(parametrize.is_parametrized, cell.modules())):  # weights may be others in each run
-        return None
+    if layer.training and any(map(parametrize.is_parametrized, cell.modules())):
+        raise Refusal("in training, its weights may be others in each run.")
     with ExitStack() as stack:
         for _ in _get_current_function_mode_stack():  # which would note that a trace switches gradients off
             stack.enter_context(_pop_mode_temporarily())
@@ -111,13 +120,15 @@ def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[st
                 recurrence = checked(twin, example, None, None, None)
                 found = program_of(recurrence)
                 layer.returns = tuple(_marked(p) for p in parted(found.program.graph.structure, recurrence.state))
-                if found.apart or recurrence.index is not None:
-                    return None
                 texts.add(to_text(found.program.graph))
-            except Exception:  # what stands in the way of a copy or a trace is said where the layer runs, if it matters
-                return None
+            except Refusal:
+                raise
+            except Exception as error:  # of the user's own code, or of what deepcopy does not copy
+                raise Refusal(f"it cannot be copied and traced ({str(error) or type(error).__name__}).") from error
+    if found.apart or recurrence.index is not None:
+        raise Refusal("its steps are not all alike.")
     if len(texts) > 1:
-        return None
+        raise Refusal("it is another step with other numbers in its parameters.")
     if state is None:
         sizes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves(recurrence.state)]
         zeros = [x.new_zeros([x.shape[1], *size], dtype=dtype) for size, dtype in sizes]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopfold.surroundings import in_a_transform
+
 LEAST = 1 << 24  # multiplications from which on it pays
 NARROW = 64  # rows and columns, with fewer of which oneDNN is no faster
 
@@ -104,8 +106,8 @@ def grain(size: int) -> int:
 def _onednn_is_better(a: Tensor, b: Tensor) -> bool:
     if torch.compiler.is_compiling() or a.numel() * b.shape[-1] < LEAST or min(*a.shape, b.shape[-1]) < NARROW:
         return False
-    special = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    return not special and _is_plain(a) and _is_plain(b) and torch._C._get_mkldnn_enabled() and _on_this_machine()
+    plain = _is_plain(a) and _is_plain(b) and not in_a_transform()
+    return plain and torch._C._get_mkldnn_enabled() and _on_this_machine()
 
 
 def _is_plain(t: Tensor) -> bool:
@@ -121,4 +123,5 @@ def _on_this_machine() -> bool:
     except ImportError:
         return False
     zen_5_on = re.fullmatch(r"znver([5-9]|\d\d)", binding.get_host_cpu_name())
-    return bool(zen_5_on) and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return bool(zen_5_on) and both and hasattr(torch.ops.mkldnn, "_linear_pointwise")

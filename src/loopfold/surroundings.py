@@ -393,3 +393,8 @@ def global_hooks() -> bool:
     """Whether hooks are set that every module would call."""
     names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     return any(getattr(torch_hooks, f"_global_{name}", None) for name in names)
+
+
+def in_a_transform() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -267,6 +267,15 @@ def _warnings() -> Iterator[None]:
         yield
 
 
+_SMALLER = {  # what of a command takes much memory
+    "train": "--hidden-size, --streams or --window",
+    "evaluate": "--streams or --window",
+    "generate": "--samples or --beam",
+    "gradients": "--steps",
+    "draw": "--steps",
+}
+
+
 def _sentence(error: Exception) -> str:
     if isinstance(error, Mendable):
         return spelt(error.args)
@@ -282,8 +291,8 @@ def _sentence(error: Exception) -> str:
             return f"what the command prints cannot be written: {reason}."
         return f"{os.fsdecode(error.filename)} cannot be used: {reason}."
     if _is_out_of_memory(error):
-        smaller = "--hidden-size, --streams or --window" if "train" in sys.argv else "number of what it is asked for"
-        return f"there is not enough memory for this: choose a smaller {smaller}."
+        smaller = _SMALLER.get(" ".join(sys.argv[1:2]))
+        return f"there is not enough memory for this{f': choose a smaller {smaller}' if smaller else ''}."
     return str(error)
 
 

@@ -17,14 +17,13 @@ import typer
 from loopfold.cli.base import TrustOption, app, cells, completing, devices, echo, flag, rank, several
 from loopfold.cli.usage import needed
 from loopfold.errors import OptionError
-from loopfold.training.options import CHANGEABLE, KEPT, PRESETS, Options, check_effect, preset
+from loopfold.training.options import CHANGEABLE, KEPT, PANELS, PRESETS, Options, check_effect, preset
 
 if TYPE_CHECKING:
     from loopfold.training.run import Run
 
 OPTIONS = {option.name: option for option in fields(Options)}
 TEXT = OPTIONS.pop("sources")
-PANELS = {"split": "Text", "model": "Model", "streams": "Training", "device": "Run"}  # with the first option of each
 SEPARATED = {"split": "/", "hidden_size": "-"}  # several numbers in one word, and what stands between them
 UNITS = {"char": "characters", "chars": "characters", "character": "characters", "byte": "bytes", "word": "words"}
 UNITS |= {"subword": "subwords", "bpe": "subwords"}
@@ -35,11 +34,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command with a flag for each option of a run in place of its `**options`, panel by panel."""
     hints, signature = get_type_hints(Options), inspect.signature(command)
     text, *own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-    panels: dict[str, list[inspect.Parameter]] = {panel: [] for panel in PANELS.values()}
-    panel = ""
-    for name, option in OPTIONS.items():
-        panel = PANELS.get(name, panel)
-        panels[panel].append(_flag(option, str if name in SEPARATED else hints[name], panel))
+    panels = {
+        panel: [_flag(OPTIONS[k], str if k in SEPARATED else hints[k], panel) for k in names if k in OPTIONS]
+        for panel, names in PANELS.items()
+    }
     for parameter in own:
         info = copy(parameter.annotation.__metadata__[0])  # one that other commands have too stays as it is
         panel = info.rich_help_panel = info.rich_help_panel or "Run"

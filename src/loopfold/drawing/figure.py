@@ -144,11 +144,9 @@ def style() -> Iterator[None]:
     >>> Drawing(figure, "Three squares")
     <Drawing: Three squares>
     """
-    try:
-        import matplotlib.style
-        from cycler import cycler  # matplotlib's own
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    import matplotlib.style
+    from cycler import cycler  # matplotlib's own
+
     settings: dict[str, Any] = {
         "svg.hashsalt": "loopfold",  # the same picture is the same file
         "svg.fonttype": "none",  # text is text: it can be searched, read aloud and edited

@@ -88,7 +88,7 @@ class Recurrence:
 
 
 class EngineWarning(UserWarning):
-    """A step runs under `Sequential` that was meant to be compiled: the values are right, the speed is not."""
+    """An engine does not run a step as it was meant to, but another way: the values are right, the speed is not."""
 
 
 class Engine(ABC):

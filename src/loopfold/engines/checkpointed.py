@@ -5,10 +5,11 @@ from dataclasses import KW_ONLY, dataclass
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.budget import Costs, default_spacing, fitted_spacings, readable, size_in_bytes
-from loopfold.engines.compiled import IN_A_TRANSFORM, captures, compiled_refusal, in_a_transform
+from loopfold.engines.compiled import IN_A_TRANSFORM, captures, compiled_refusal
 from loopfold.engines.pieces import run_in_pieces
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of, whole_number
+from loopfold.surroundings import in_a_transform
 
 
 @dataclass(frozen=True)

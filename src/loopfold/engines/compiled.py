@@ -37,7 +37,7 @@ from loopfold.engines.selfcheck import (
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, alive, all_leaves, detached, leaves, map_state, name_of, parted, rebuild
 from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
-from loopfold.surroundings import global_hooks
+from loopfold.surroundings import global_hooks, in_a_transform
 
 
 def compiled_refusal(recurrence: Recurrence) -> str | None:
@@ -48,10 +48,6 @@ def compiled_refusal(recurrence: Recurrence) -> str | None:
 
 
 IN_A_TRANSFORM = "it is called inside a torch.func transform or forward-mode differentiation."
-
-
-def in_a_transform() -> bool:
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _refusal(recurrence: Recurrence) -> str | None:

@@ -78,18 +78,19 @@ def _nvrtc(text: str, prelude: str, architecture: str) -> bytes:
     if library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"loop.cu", 1, headers, names):
         raise DriverError("NVRTC took no kernel.")
     flags = [flag.encode() for flag in (f"-arch={architecture}", *_FLAGS)]
-    status = library.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
     size = ctypes.c_size_t()
-    if status:
-        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetProgramLog(program, log)
-        raise DriverError(f"NVRTC refused a kernel: {log.value.decode()[:2000]}")
-    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    cubin = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetCUBIN(program, cubin)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin.raw
+    try:
+        if library.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags)):
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise DriverError(f"NVRTC refused a kernel: {log.value.decode()[:2000]}")
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, cubin)
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from loopfold.engines.adjoint import Marks, WayBack, Work
 from loopfold.engines.auto import Auto
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Seams, slopes_between
-from loopfold.engines.compiled import compiled_refusal, parameters_of
+from loopfold.engines.compiled import captures, compiled_refusal, parameters_of
 from loopfold.engines.forgetting import PLACES, forgets
 from loopfold.engines.programs import program_of
 from loopfold.engines.sequential import where_alive
@@ -81,7 +81,7 @@ class TimeParallel(Engine):
         reason = self.inner.refusal(recurrence) or compiled_refusal(recurrence)  # which knows that rows do not mix
         if reason is not None:
             return reason
-        if leaves(recurrence.state)[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if captures(leaves(recurrence.state)[0]):
             return "a CUDA graph is being captured, in which no size may depend on a value."
         found = program_of(recurrence)
         if found.program.loop.draws:

@@ -19,6 +19,7 @@ from loopfold.language.base import losses
 from loopfold.outputs import Classes
 from loopfold.products import addmm_, addmm_into, grain
 from loopfold.states import alive
+from loopfold.surroundings import in_a_transform
 from loopfold.wiring import check_targets
 
 PIECE = {"cpu": 12 << 20, "cuda": 64 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
@@ -46,9 +47,8 @@ def readout_losses(h: Tensor, V: Tensor, c: Tensor, y: Tensor, lengths: Tensor |
     dtype = dict(casts(device)).get(device.type)
     if dtype is not None and torch.float64 not in (h.dtype, V.dtype):
         h, V = h.to(dtype), V.to(dtype)  # as autocast casts what a product reads
-    special = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     usual = c.shape == V.shape[:1] and h.dtype == V.dtype != torch.float16  # which a sum over all tokens may exceed
-    if size <= SMALL or device.type not in PIECE or special or not usual:
+    if size <= SMALL or device.type not in PIECE or in_a_transform() or not usual:
         return losses(c + h @ V.T, y, lengths)
     check_targets(y, *h.shape[:2])
     Classes(len(V)).check(y)

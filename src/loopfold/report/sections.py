@@ -15,6 +15,7 @@ from loopfold.generation import generate
 from loopfold.language.base import count_parameters
 from loopfold.report.markup import escape, figure, picture, scroll_box, table
 from loopfold.report.subject import REMEDY, Subject
+from loopfold.training.options import PANELS
 
 TEMPERATURES = (0.5, 0.8, 1.0)
 WRITTEN = {"word": 80, "subword": 120}  # tokens of a sample; of characters and bytes, 400
@@ -67,20 +68,6 @@ def _units(sizes: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------ what was trained
 
-TEXT = ("sources", "split", "valid", "test", "unit", "vocabulary_size")
-MODEL = (
-    "model",
-    "cell",
-    "hidden_size",
-    "layers",
-    "embedding_size",
-    "one_hot",
-    "tied",
-    "dropout",
-    "variational",
-    "span",
-)
-
 
 def the_run(subject: Subject) -> Section:
     run, corpus = subject.run, subject.corpus
@@ -105,9 +92,9 @@ def the_run(subject: Subject) -> Section:
         "versions": ", ".join(f"{name} {value}" for name, value in run.config["versions"].items()),
     }
     groups = [
-        ("Text", text, TEXT),
-        ("Model", model, MODEL),
-        ("Training", training, tuple(name for name in options if name not in {*TEXT, *MODEL})),
+        ("Text", text, PANELS["Text"]),
+        ("Model", model, PANELS["Model"]),
+        ("Training", training, [*PANELS["Training"], *PANELS["Run"]]),
     ]
     tables = "".join(
         table([], [("", row) for row in _facts(found, {k: options[k] for k in names})], name)

@@ -1,7 +1,8 @@
 """The operations of the loop language, one entry each: all that is known of an operation stands here.
 
 A value is one row per sequence, some features long. To add an operation, add an entry here and its line of LLVM in
-`engines/vectors.py`; tests walk the table, and torch's operation of the same name is compiled from then on.
+`engines/vectors.py`; tests walk the table, and torch's operation of the same name is compiled from then on. What
+`exporting/javascript.py` and `exporting/onnx.py` say otherwise has a line there.
 """
 
 import math

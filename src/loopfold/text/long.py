@@ -94,7 +94,8 @@ class _Kept:
             self._write(utf8)
         except OSError as error:  # the disk is full
             _log.warning("a long text is kept in memory, since its file cannot be written: %s", error)
-            self.file = io.BytesIO(self.read(0, self.bytes[-1]))
+            full, self.file = self.file, io.BytesIO(self.read(0, self.bytes[-1]))
+            full.close()  # it has no name: its space is free again
             self._write(utf8)
         self.characters.append(self.characters[-1] + length)
         self.bytes.append(self.bytes[-1] + len(utf8))

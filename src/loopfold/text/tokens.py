@@ -188,15 +188,17 @@ def _about(file: IO[bytes], dtype: np.dtype[Any], below: int) -> dict[str, int] 
 
 def _sweep(folder: Path) -> None:
     """Remove what was used longest ago, where there is too much, and what a process that was stopped has left."""
-    with suppress(OSError):
-        files = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda f: -f[0].st_mtime)
-        total = 0
-        for about, file in files:
-            total += about.st_size
-            age = time.time() - about.st_mtime
+    found, total = [], 0
+    for file in folder.iterdir():
+        with suppress(OSError):  # another process has removed it
+            found.append((file.stat(), file))
+    for about, file in sorted(found, key=lambda f: -f[0].st_mtime):
+        total += about.st_size
+        age = time.time() - about.st_mtime
+        with suppress(OSError):
             left = file.suffix == ".new" and (age > _DAY or (age > 1 and _is_left(file)))  # 1: until it is locked
             if left or (age > _DAY and total > KEPT):
-                file.unlink(missing_ok=True)
+                file.unlink()
 
 
 def _is_left(path: Path) -> bool:

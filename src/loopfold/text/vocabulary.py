@@ -415,8 +415,6 @@ class Subwords(OfBytes):
 def _library() -> ModuleType:
     # The library's own threads would not survive a fork, and it prints a warning then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError("Subwords needs the tokenizers library: pip install tokenizers") from error
+    import tokenizers
+
     return tokenizers

@@ -359,8 +359,10 @@ def _flush(folder: Path) -> None:
     """Make sure that the renaming itself reaches the disk."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -249,6 +249,18 @@ class Options:
         return replace(self, **_tuples(changes))
 
 
+def _panels() -> dict[str, list[str]]:
+    first = {"sources": "Text", "model": "Model", "streams": "Training", "device": "Run"}
+    found: dict[str, list[str]] = {}
+    panel = ""
+    for option in fields(Options):
+        panel = first.get(option.name, panel)
+        found.setdefault(panel, []).append(option.name)
+    return found
+
+
+PANELS = _panels()  # the names of all options, by what they are about
+
 # What may change while a run trains and leave it the same run; and where its text is.
 CHANGEABLE = ("epochs", "device", "patience", "evaluate_every")
 PLACES = ("sources", "valid", "test")
