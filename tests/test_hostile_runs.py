@@ -15,9 +15,10 @@ from safetensors.torch import load, save
 import loopfold as lf
 from loopfold.comparison import compare
 from loopfold.text.corpus import CorpusError
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunFolder
 from loopfold.training.options import OptionError, Options
 from loopfold.training.run import open_run
+from loopfold.training.stored import RunError
 from loopfold.training.watching import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread")

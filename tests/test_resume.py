@@ -22,9 +22,10 @@ from helpers import flags_of, random_text, wait_for_step
 
 from loopfold import cli
 from loopfold.training import watching
-from loopfold.training.folder import RunError, RunFolder, _flush
+from loopfold.training.folder import RunFolder, _flush
 from loopfold.training.loop import open_run, resume, train
 from loopfold.training.options import Options
+from loopfold.training.stored import RunError
 from loopfold.training.watching import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -26,9 +26,10 @@ from loopfold import cli
 from loopfold.comparison import compare
 from loopfold.files import write_whole
 from loopfold.training import folder
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunFolder
 from loopfold.training.loop import open_run, resume, train
 from loopfold.training.options import Options
+from loopfold.training.stored import RunError
 from loopfold.training.watching import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_waiting")

@@ -22,10 +22,11 @@ from loopfold.text.corpus import read_corpus
 from loopfold.text.vocabulary import Characters
 from loopfold.training import cells, loop
 from loopfold.training.cells import make_cell
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunFolder
 from loopfold.training.loop import Diverged, Run, open_run, resume, train
 from loopfold.training.making import make_model, make_vocabulary
 from loopfold.training.options import PRESETS, OptionError, Options, preset
+from loopfold.training.stored import RunError
 from loopfold.training.watching import Plan, Several, Silent, TensorBoard, Terminal, Watcher
 from loopfold.transitions import GRU
 

@@ -16,11 +16,11 @@ The modules in the order in which data flows; each imports only from those above
                      torch's operations), moves (where they put numbers); ops and loop (the loop's own language),
                      settled (one graph for all steps), recipes, rules (from one to the other), rowwise, dependence,
                      split, sums, hoist, differentiate, verify, stored (a graph as text)
-    engines          the ways to run it: base, sequential; draws, selfcheck, programs, kernel, writing, cache (what the
-                     next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay, compiled;
-                     looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped; fused_gpu;
-                     auto; around others: budget, pieces, checkpointed; chunks, forgetting, adjoint, time_parallel; in
-                     words: explaining
+    engines          the ways to run it: base, sequential; backwards, draws, selfcheck, programs, kernel, writing, cache
+                     (what the next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay,
+                     compiled; looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped;
+                     fused_gpu; auto; around others: budget, pieces, checkpointed; chunks, forgetting, adjoint,
+                     time_parallel; in words: explaining
     unfolding        unfold(), Unfolding
     operations       a layer as one operation of torch, for torch.compile and torch.export
     regularisers     dropout of inputs, weights and words: VariationalDropout, WeightDrop, EmbeddingDropout
@@ -47,7 +47,7 @@ The modules in the order in which data flows; each imports only from those above
     exporting        a step without Python: program, places, texts, writing (what C and JavaScript share), c, labels,
                      javascript (with the reverse step); stock, onnx; export()
     training         options, cells, making; averaging, schedules; contents, stored, folder, packed (a run on disk),
-                     listing, checkpoint, table, run; watching, guards, job, replaying, loop, rehearsal
+                     trust, listing, checkpoint, table, run; watching, guards, job, replaying, loop, rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

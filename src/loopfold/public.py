@@ -62,11 +62,11 @@ from loopfold.stepper import Stepper
 from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
 from loopfold.training.averaging import PolyakAverage
-from loopfold.training.folder import RunError
 from loopfold.training.loop import Diverged, Stopped, resume, train
 from loopfold.training.options import Options, preset
 from loopfold.training.packed import pack_run
 from loopfold.training.run import Run, open_run
+from loopfold.training.stored import RunError
 from loopfold.training.table import Row
 from loopfold.training.watching import Terminal, Watcher
 from loopfold.transitions import (

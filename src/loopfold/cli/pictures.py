@@ -112,7 +112,8 @@ def _spectrum(run: "Run") -> "tuple[Eigenvalues | None, str]":
 def _folder(out: Path) -> Path:
     """The folder of the pictures, made before the work that they take."""
     from loopfold.errors import OptionError
-    from loopfold.training.folder import ELSEWHERE, RunError
+    from loopfold.training.folder import ELSEWHERE
+    from loopfold.training.stored import RunError
 
     if out.suffix.lower() in FILES and not out.exists():
         raise OptionError(f"--out is a folder here, for several pictures; got the file {out}. Type --out pictures.")
@@ -126,7 +127,8 @@ def _folder(out: Path) -> Path:
 
 
 def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
-    from loopfold.training.folder import ELSEWHERE, RunError
+    from loopfold.training.folder import ELSEWHERE
+    from loopfold.training.stored import RunError
 
     try:
         return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]

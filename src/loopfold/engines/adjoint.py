@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.casts import with_casts
+from loopfold.engines.backwards import come_many, each, held, once, partial_gradients
 from loopfold.engines.base import Engine, EngineWarning, Recurrence
 from loopfold.engines.chunks import MOST, Chunks, Piece, Seams, times
-from loopfold.engines.kernel import each, held, once, partial_gradients
-from loopfold.engines.selfcheck import come_many
 from loopfold.states import State, all_leaves, leaves, name_of
 from loopfold.surroundings import fingerprint
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.casts import casts, with_casts
+from loopfold.engines.backwards import come_many, each, held, once, partial_gradients
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.draws import generators, same_generators, set_generators
-from loopfold.engines.kernel import each, held, once, partial_gradients
-from loopfold.engines.selfcheck import TOLERANCE, come_many, out_of_sight
+from loopfold.engines.selfcheck import TOLERANCE, out_of_sight
 from loopfold.engines.sequential import where_alive
 from loopfold.states import State, all_leaves, at_end, detached, leaves, map_state, name_of, parted, rebuild
 from loopfold.surroundings import fingerprint

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from loopfold.casts import with_casts
+from loopfold.engines.backwards import come_many, once
 from loopfold.engines.base import EngineWarning
 from loopfold.engines.driver import new_stream, on_device
-from loopfold.engines.kernel import once
-from loopfold.engines.selfcheck import come_many
 from loopfold.engines.writing import tf32
 
 OFTEN = 4  # calls with the same sizes, after which they are captured

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from loopfold.casts import Casts, casts, with_casts
+from loopfold.engines.backwards import come_many
 from loopfold.engines.base import Recurrence
 from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
@@ -421,9 +422,3 @@ class _Guarded(torch.autograd.Function):
             return (None, None, *incoming, *[None] * ctx.roots)
         guard.distrust(reason)
         return (None, None, *[None] * len(ctx.flow), *guard.by_definition(arriving))
-
-
-def come_many(incoming: Sequence[Tensor | None]) -> bool:
-    """Whether each stands for many gradients at once: under torch.vmap, or with is_grads_batched."""
-    legacy = any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in incoming)
-    return legacy or torch._C._are_functorch_transforms_active()

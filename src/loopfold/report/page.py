@@ -11,8 +11,9 @@ from loopfold.report.live import MEGABYTES, the_model
 from loopfold.report.markup import asset, data_block, escape, fingerprint
 from loopfold.report.sections import Section, summary, the_curve, the_run, the_samples, the_table
 from loopfold.report.subject import Subject
-from loopfold.training.folder import ELSEWHERE, RunError
+from loopfold.training.folder import ELSEWHERE
 from loopfold.training.run import Run
+from loopfold.training.stored import RunError
 
 # What moves on the page, in the order in which it is read
 SCRIPTS = ("page", "ngram", "reader", "reading", "writing", "units", "bearing", "unfold", "live")

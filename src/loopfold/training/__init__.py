@@ -1,1 +1,1 @@
-"""Training: options, folder, checkpoint, run, watching, guards, job, loop, rehearsal."""
+"""Training a language model, from options to a run on disk."""

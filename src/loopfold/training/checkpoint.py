@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from loopfold.language.base import Context, LanguageModel
 from loopfold.states import leaves, rebuild
 from loopfold.training.averaging import PolyakAverage
-from loopfold.training.folder import RunError, RunFolder
+from loopfold.training.folder import RunFolder
 from loopfold.training.making import make_model
 from loopfold.training.options import Options
+from loopfold.training.stored import RunError
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -23,12 +23,13 @@ from loopfold.training import trust as trusted
 from loopfold.training.cells import check_cell
 from loopfold.training.checkpoint import model_with, weights_of
 from loopfold.training.contents import check_fields
-from loopfold.training.folder import RunError, RunFolder, Taken
+from loopfold.training.folder import RunFolder, Taken
 from loopfold.training.guards import check_shares, check_watched, try_step
 from loopfold.training.making import make_model, make_vocabulary
 from loopfold.training.options import KEPT, Options
 from loopfold.training.run import Run
 from loopfold.training.schedules import WARMUP, warmup_of
+from loopfold.training.stored import RunError
 
 REPEATED = 0.1  # of a held-out text, in the training text too; of ordinary texts it is at most 0.03
 
