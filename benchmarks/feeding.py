@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.evaluation import evaluating
-from loopfold.feeding import Feeding, Mixture
+from loopfold.feeding import Feeding, Mixed
 from loopfold.language.base import Context
 from loopfold.language.recurrent import recurrent_lm
 from loopfold.states import map_state
@@ -60,7 +60,7 @@ def loop_over(
     model: lf.Pattern,
     fed: Tensor,
     y: Tensor,
-    feeding: Mixture,
+    feeding: Mixed,
 ) -> Tensor:
     beside = feeding.beside(y, (len(y), len(fed)), model.outputs, fed)
     os: list[Tensor] = []
@@ -72,12 +72,12 @@ def loop_over(
     return torch.stack(os)
 
 
-def loop_output_recurrence(model: lf.OutputRecurrence, x: Tensor, y: Tensor, feeding: Mixture) -> Tensor:
+def loop_output_recurrence(model: lf.OutputRecurrence, x: Tensor, y: Tensor, feeding: Mixed) -> Tensor:
     fed = x.new_zeros(x.shape[1], model.outputs.size)
     return loop_over(lambda fed, state, t: (model.hidden(fed, x[t]), None), model, fed, y, feeding)
 
 
-def loop_encoder_decoder(model: lf.EncoderDecoder, x: Tensor, y: Tensor, feeding: Mixture) -> Tensor:
+def loop_encoder_decoder(model: lf.EncoderDecoder, x: Tensor, y: Tensor, feeding: Mixed) -> Tensor:
     vector = model.encoder(x).last_hidden
 
     def run(fed: Tensor, state: object, t: int) -> tuple[Tensor, object]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold.feedback import run_fed
-from loopfold.feeding import Beside, Feeding, Mixture, is_mixture
+from loopfold.feeding import Beside, Feeding, Mixed, is_mixed
 from loopfold.outputs import Outputs
 from loopfold.states import leaves, map_state
 
@@ -79,7 +79,7 @@ Run = Callable[[Tensor, Any], tuple[Tensor, Any]]  # (fed, state) -> (h, state)
 def plain_loop(run: Run, readout: nn.Module, outputs: Outputs, fed: Tensor, feeding: Feeding, y: Tensor) -> Tensor:
     """One step after the other, as it is written in the book."""
     beside: Any = y
-    if isinstance(feeding, Mixture) and is_mixture(feeding):
+    if isinstance(feeding, Mixed) and is_mixed(feeding):
         beside = feeding.beside(y, (len(y), len(fed)), outputs, fed)
     os, state = [], None
     for t in range(len(y)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.engines.base import Engine
-from loopfold.feeding import Beside, Feeding, Mixture, draws_by_noise, generators_in, is_mixture
+from loopfold.feeding import Beside, Feeding, Mixed, draws_by_noise, generators_in, is_mixed
 from loopfold.outputs import Outputs, check_drawable
 from loopfold.recurrent import Recurrent, RecurrentLayer, hidden_of, recurrences_of, runs_by_steps, start_of, step_of
 from loopfold.states import State, Step, asks_for_index, at_end, leaves, name_of
@@ -57,7 +57,7 @@ class Feedback(nn.Module):
         else:
             h, outputs, inner = self.layer(state.fed, x.x), (), ()
         o = self.readout(h)
-        if is_mixture(self.feeding):
+        if is_mixed(self.feeding):
             fed = self.feeding.mixed(o, x.beside, self.outputs)  # type: ignore[attr-defined]
         else:
             fed = self.feeding.next(o, x.beside if isinstance(x.beside, Tensor) else None, self.outputs)
@@ -107,7 +107,7 @@ def run_fed(
         vector = context if isinstance(context, Tensor) else ()
         first = beside_each_other(vector, fed, () if x is None else x[0])
         start = start_of(layer, first, state, None if isinstance(context, Tensor) else context)
-    mixture = feeding if isinstance(feeding, Mixture) and is_mixture(feeding) else None
+    mixture = feeding if isinstance(feeding, Mixed) and is_mixed(feeding) else None
     if mixture is not None:
         beside: State = mixture.beside(y, (steps, len(fed)), outputs, fed)
     else:

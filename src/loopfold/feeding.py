@@ -192,7 +192,7 @@ class Beside(NamedTuple):
     alpha: State = ()  # how much of the truth there is in it
 
 
-class Mixture(Feeding):
+class Mixed(Feeding):
     """A feeding that is a function of o(t) and of what can be drawn and encoded beforehand.
 
     A subclass that writes a `next` of its own is asked for that, one step after the other.
@@ -210,7 +210,7 @@ class Mixture(Feeding):
         """The vector fed back after one step, with no randomness of its own."""
 
     @abstractmethod
-    def undrawn(self, outputs: Outputs) -> "Mixture":
+    def undrawn(self, outputs: Outputs) -> "Mixed":
         """What `mixed` depends on, and no more: without what `beside` says."""
 
     def next(self, o: Tensor, y: Any, outputs: Outputs) -> Tensor:
@@ -218,9 +218,9 @@ class Mixture(Feeding):
         return self.mixed(o, map_state(lambda leaf: leaf[0], beside), outputs)
 
 
-def is_mixture(feeding: Feeding) -> bool:
+def is_mixed(feeding: Feeding) -> bool:
     """Whether what is fed back is what `mixed` says."""
-    return isinstance(feeding, Mixture) and type(feeding).next is Mixture.next
+    return isinstance(feeding, Mixed) and type(feeding).next is Mixed.next
 
 
 def checked_feeding(feeding: Feeding) -> Feeding:
@@ -244,7 +244,7 @@ class TeacherForcing(Feeding):
 
 
 @dataclass(frozen=True)
-class FreeRunning(Mixture):
+class FreeRunning(Mixed):
     """The model's own output, as in use (M21); `pick` says in which form."""
 
     reads_truth = False
@@ -260,7 +260,7 @@ class FreeRunning(Mixture):
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
         return _picked(self.pick, o, outputs, beside)
 
-    def undrawn(self, outputs: Outputs) -> Mixture:
+    def undrawn(self, outputs: Outputs) -> Mixed:
         return replace(self, pick=_at_any_temperature(undrawn(self.pick, outputs), outputs))
 
 
@@ -291,7 +291,7 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class ScheduledSampling(Mixture):
+class ScheduledSampling(Mixed):
     """With probability `p` the model's own output, else the truth (Bengio et al., 2015).
 
     `p` is a number, or a schedule `iteration -> number`, such as `Ramp`; `feeding.at(iteration)` moves along it.
@@ -330,13 +330,13 @@ class ScheduledSampling(Mixture):
     def mixed(self, o: Tensor, beside: Beside, outputs: Outputs) -> Tensor:
         return torch.where(beside.own, _picked(self.pick, o, outputs, beside), beside.truth)
 
-    def undrawn(self, outputs: Outputs) -> Mixture:
+    def undrawn(self, outputs: Outputs) -> Mixed:
         pick = _at_any_temperature(undrawn(self.pick, outputs), outputs)
         return replace(self, p=0.0, generator=None, iteration=0, pick=pick)
 
 
 @dataclass(frozen=True)
-class GeneralisedTeacherForcing(Mixture):
+class GeneralisedTeacherForcing(Mixed):
     """`(1 - α) ŷ(t) + α y(t)`, the model's own output pulled towards the truth (Hess et al., 2023).
 
     Gradients go back through ŷ, and each step takes 1 - α of them: `alpha` keeps them from exploding where the truth
@@ -365,7 +365,7 @@ class GeneralisedTeacherForcing(Mixture):
         mixed = (1 - beside.alpha) * own + beside.alpha * beside.truth
         return mixed.to(own.dtype) if own.dtype == beside.truth.dtype else mixed
 
-    def undrawn(self, outputs: Outputs) -> Mixture:
+    def undrawn(self, outputs: Outputs) -> Mixed:
         return replace(self, alpha=0.0, pick=_at_any_temperature(undrawn(self.pick, outputs), outputs))
 
 

@@ -21,7 +21,7 @@ from loopfold.recurrent import (
     engine_of,
     read_to_end,
 )
-from loopfold.states import State, Step, alive, at_end, leaves, whole_number
+from loopfold.states import State, Step, at_end, leaves, until_the_end, whole_number
 from loopfold.transitions import Embedded, Transition
 from loopfold.unfolding import Unfolding, check_input, check_lengths, check_nan, check_steps
 from loopfold.wiring import Pattern, Prediction, Readout, When, Wiring, check_targets
@@ -225,7 +225,7 @@ class OutputRecurrence(Pattern):
             return Prediction(found.o, replace(found.run, states=found.feds, last=found.last))
         known = known.to(x.dtype)  # nothing waits: every step at once
         h = self.hidden(torch.cat([fed[None], known[:-1]]), x)
-        o, h, known = (_until_the_end(part, ends) for part in (self.readout(h), h, known))
+        o, h, known = (until_the_end(part, ends) for part in (self.readout(h), h, known))
         return Prediction(o, Unfolding(known, at_end(known, ends), h, at_end(h, ends)))
 
     @property
@@ -432,7 +432,7 @@ def written(
     known = _checked_truth(feeding, y).known(y, model.outputs)
     if known is not None:  # the inputs are known beforehand: one run over the sequence
         whole = run(torch.cat([start[None], known[:-1].to(start.dtype)]), ends)
-        return Prediction(_until_the_end(model.readout(whole.hidden), ends), whole)
+        return Prediction(until_the_end(model.readout(whole.hidden), ends), whole)
     network, engine = (layer, model.readout, model.outputs), engine_of(layer)
     found = run_fed(model, network, start, y, feeding, tau, engine=engine, state=state, context=context, lengths=ends)
     return Prediction(found.o, found.run)
@@ -441,11 +441,7 @@ def written(
 def _without_padding(y: Tensor | None, tau: int, batch: int, lengths: Tensor | None) -> Tensor | None:
     """Targets, checked, with zeros after each sequence's end, where they may hold anything."""
     check_targets(y, tau, batch)
-    return y if y is None else _until_the_end(y, lengths)
-
-
-def _until_the_end(sequence: Tensor, lengths: Tensor | None) -> Tensor:
-    return sequence if lengths is None else torch.where(alive(sequence, lengths), sequence, 0)
+    return y if y is None else until_the_end(y, lengths)
 
 
 def _checked_truth(feeding: Feeding, y: Tensor | None) -> Feeding:

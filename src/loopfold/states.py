@@ -127,6 +127,13 @@ def alive(sequence: Tensor, lengths: Tensor) -> Tensor:
     return (t < lengths.to(sequence.device)).view(*sequence.shape[:2], *[1] * (sequence.dim() - 2))
 
 
+def until_the_end(sequence: Tensor, lengths: Tensor | None) -> Tensor:
+    """`sequence [τ, batch, …]`, with zeros (False, of truth values) where each has ended."""
+    if lengths is None:
+        return sequence
+    return torch.where(alive(sequence, lengths), sequence, False if sequence.dtype == torch.bool else 0)
+
+
 def at_end(sequence: Tensor, lengths: Tensor | None) -> Tensor:
     """`[batch, …]`: what `sequence [τ, batch, …]` holds at the last step of each."""
     if lengths is None:

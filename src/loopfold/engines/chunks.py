@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loopfold.engines.base import Engine, Recurrence
 from loopfold.engines.sequential import where_alive
-from loopfold.states import State, alive, at_end, detached, leaves, map_state, parted
+from loopfold.states import State, at_end, detached, leaves, map_state, parted, until_the_end
 
 MOST = 8  # sweeps, or chunks over which a state may be remembered
 
@@ -176,10 +176,7 @@ class Chunks:
             else:
                 place.copy_(part.reshape(steps, self.count, *whole.shape[2:]).transpose(0, 1))
         whole = whole.flatten(0, 1)[: self.recurrence.steps].data  # no view to autograd: it may be changed in place
-        if self.recurrence.lengths is None:
-            return whole
-        zero = False if whole.dtype == torch.bool else 0
-        return torch.where(alive(whole, self.recurrence.lengths), whole, zero)
+        return until_the_end(whole, self.recurrence.lengths)
 
     # ---- runs
 

@@ -35,7 +35,18 @@ from loopfold.engines.selfcheck import (
     step_to_check,
 )
 from loopfold.engines.sequential import Sequential
-from loopfold.states import State, alive, all_leaves, detached, leaves, map_state, name_of, parted, rebuild
+from loopfold.states import (
+    State,
+    alive,
+    all_leaves,
+    detached,
+    leaves,
+    map_state,
+    name_of,
+    parted,
+    rebuild,
+    until_the_end,
+)
 from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
 from loopfold.surroundings import global_hooks, in_a_transform
 
@@ -270,9 +281,7 @@ def _run_parts(
     results, returned = [], (*graph.outputs, *graph.results)
     for leaf in loop.leaves:
         if isinstance(leaf, Node):
-            whole = values[leaf].reshape(tau, batch, *leaf.shape[1:])
-            if recurrence.lengths is not None:
-                whole = torch.where(alive(whole, recurrence.lengths), whole, False if whole.dtype == torch.bool else 0)
+            whole = until_the_end(values[leaf].reshape(tau, batch, *leaf.shape[1:]), recurrence.lengths)
             own = leaf.target is not None and not leaf.target.is_view
             results.append(whole if own else whole.clone())  # x itself is not ours to give away
         else:  # two leaves that are one value have memory of their own

@@ -18,7 +18,7 @@ from loopfold.engines.compiled import captures, compiled_refusal, parameters_of
 from loopfold.engines.forgetting import PLACES, forgets
 from loopfold.engines.programs import program_of
 from loopfold.engines.sequential import where_alive
-from loopfold.states import State, alive, detached, leaves, map_state, name_of, parted, rebuild, whole_number
+from loopfold.states import State, detached, leaves, map_state, name_of, parted, rebuild, until_the_end, whole_number
 
 ROUNDINGS = 32  # two states that have met still differ by a few of them, since each step rounds again
 SHORTEST = 32  # a tail
@@ -226,14 +226,7 @@ def _finished(inner: Engine, recurrence: Recurrence, out: State) -> State:
         running = recurrence.alive(done)
         state = map_state(lambda leaf, first: where_alive(running, leaf, first), state, recurrence.state)
     rest = inner.run(recurrence.part(done, recurrence.steps - done, state))
-
-    def joined(a: Tensor, b: Tensor) -> Tensor:
-        whole = torch.cat([a, b])
-        if recurrence.lengths is None:
-            return whole
-        return torch.where(alive(whole, recurrence.lengths), whole, False if whole.dtype == torch.bool else 0)
-
-    return map_state(joined, out, rest)
+    return map_state(lambda a, b: until_the_end(torch.cat([a, b]), recurrence.lengths), out, rest)
 
 
 def _settle(
