@@ -699,3 +699,23 @@ def test_it_explains_itself() -> None:
     assert "too little" in lf.Recurrent(lf.LSTM(4, 16), lf.Checkpointed(memory="2 kB")).explain(x)
     assert "define" in lf.Recurrent(lf.LSTM(4, 16), lf.Checkpointed(lf.FusedCPU())).explain(x, code=True)
     assert "Checkpointed(" in repr(lf.Recurrent(lf.LSTM(4, 16), lf.Checkpointed(every=5)))
+
+
+def test_sequences_that_meet_and_end_at_different_steps_are_refused() -> None:
+    """In Sequential one that has ended starts again from the first state; in a piece it could not be the same."""
+
+    class Meets(lf.Transition):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W = nn.Parameter(torch.eye(3))
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            h = torch.tanh(h @ self.W + x)
+            return h - h.mean(0)
+
+    cell, x = Meets(), torch.randn(6, 3, 3)
+    with pytest.raises(ValueError, match="mixes the sequences of a batch.* would be seen by the others"):
+        lf.unfold(cell, x, lengths=[6, 1, 3], engine=lf.Checkpointed(every=2))
+    with pytest.warns(lf.EngineWarning, match="Python loop"):
+        found = lf.unfold(cell, x, engine=lf.Checkpointed(every=2)).hidden
+    torch.testing.assert_close(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)

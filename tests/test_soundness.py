@@ -917,6 +917,154 @@ def test_a_cell_that_takes_the_input_first_is_told_so(make: Any) -> None:
         lf.unfold(lambda x, h: x + h, x, state=torch.zeros(2, 8))
 
 
+# ------------------------------------------------------------------ long steps
+
+
+def euler(f: Given, h: Tensor, x: Tensor) -> Tensor:
+    for _ in range(40):
+        h = h + 0.05 * (h @ f.W - h * h * h + x)
+    return h
+
+
+def cut(f: Given, h: Tensor, x: Tensor) -> Tensor:
+    for _ in range(40):
+        h = h * (1 - 0.1 * h * h)
+    return torch.cat([h[:, 2:], h[:, :2]], 1) @ f.W * 0.1 + x
+
+
+def doubled(f: Given, h: Tensor, x: Tensor) -> Tensor:
+    y = h @ f.W
+    for _ in range(50):
+        y = y + y
+    return torch.tanh(y * 2.0**-50 + x)
+
+
+def chain(f: Given, h: Tensor, x: Tensor) -> Tensor:
+    for _ in range(200):
+        h = torch.tanh(0.9 * h + x)
+    return h
+
+
+def truths(f: Given, h: Tensor, x: Tensor) -> Tensor:
+    m = h > 0
+    for _ in range(30):
+        m = (m & (x > 0)) | (m | (h > 0.1))
+    return torch.tanh(torch.where(m, h @ f.W, x).sum(1, keepdim=True) + x)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("step", [euler, cut, doubled, chain, truths], ids=lambda f: f.__name__)
+def test_a_step_is_compiled_in_a_time_that_grows_with_its_length(
+    step: Callable[..., Tensor], engine: lf.Engine
+) -> None:
+    """Not with the number of ways through it, which is beyond all bounds here; nor is Python's stack too small."""
+
+    def deep(calls: int) -> lf.Unfolding:
+        return deep(calls - 1) if calls else lf.unfold(cell, x, engine=engine)
+
+    cell, x = Given(step).double(), 0.1 * sequence(3, 2, 4)
+    x.requires_grad_()
+    found, expected = deep(200).hidden, lf.unfold(cell, x, engine=lf.Sequential()).hidden
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(hidden.sum(), [x, cell.W], allow_unused=True) for hidden in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+# ------------------------------------------------------------------ numbers at the edges, and buffers
+
+
+class Edge(nn.Module):
+    """An operation on x and a little of the state, with not-a-numbers at hand."""
+
+    def __init__(self, f: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f = f
+        self.W = nn.Parameter(torch.ones(()))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.f(self.W * x + 0.1 * torch.tanh(h), 1e30 * h - 1e30 * h)  # nan where h is infinite
+
+
+EDGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "lerp by 1": lambda x, nan: torch.lerp(1e8 * torch.ones_like(x), x, torch.ones_like(x)),
+    "lerp by less": lambda x, nan: torch.lerp(1e8 * torch.ones_like(x), x, torch.sigmoid(-x)),
+    "lerp by a number": lambda x, nan: torch.lerp(1e8 * torch.ones_like(x), x, 1.0),
+    "softshrink": lambda x, nan: torch.nn.functional.softshrink(x + nan, 0.1),
+    "clamp to nan": lambda x, nan: torch.clamp(x, min=nan),
+    "clamp to nan from above": lambda x, nan: torch.clamp(x, max=nan),
+    "hypot": lambda x, nan: torch.hypot(1e30 * x, 1e30 * torch.ones_like(x)),
+    "xor": lambda x, nan: torch.where((x > 0) ^ (x > 1), x, 2 * x),
+    "logical_xor": lambda x, nan: torch.where(torch.logical_xor(x > 0, x > 1), x, 2 * x),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("f", EDGES.values(), ids=EDGES)
+def test_numbers_at_the_edges_are_those_of_torch(f: Callable[..., Tensor], engine: lf.Engine) -> None:
+    """In float32; from a state that is infinite in one place, and of an ordinary size in the others."""
+    x = torch.tensor([[-3.0, 0.05, 0.5, 2.0]]).repeat(5, 2, 1)
+    state = torch.tensor([[torch.inf, 0.0, 1.0, -2.0]]).repeat(2, 1)
+    found, expected = (lf.unfold(Edge(f), x, state=state, engine=e).hidden for e in (engine, lf.Sequential()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_attention_beside_random_numbers_is_compiled() -> None:
+    """torch says of its attention that it draws random numbers, which without dropout it does not."""
+
+    def step(f: Given, M: Tensor, x: Tensor) -> Tensor:
+        M = torch.cat([M[:, 1:], (x @ f.W)[:, None]], 1) + 0.1 * torch.randn_like(M)
+        return M + nn.functional.scaled_dot_product_attention(M[:, None], M[:, None], M[:, None])[:, 0]
+
+    cell, x, state = Given(step).double(), sequence(6, 2, 4), sequence(2, 3, 4)
+    found = []
+    for engine in (lf.Looped(), lf.Sequential()):
+        torch.manual_seed(0)
+        found.append(lf.unfold(cell, x, state=state, engine=engine).hidden)
+    torch.testing.assert_close(*found)
+
+
+class Statistics(nn.Module):
+    """Running statistics, which torch's own code changes without a new version of the tensors; and a count."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        self.count += 1
+        return torch.tanh(self.norm(self.W(h) + x))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda cell, x: lf.Recurrent(cell).explain(x),
+        lambda cell, x: lf.SequenceToSequence(cell, outputs=2),
+        lambda cell, x: lf.Stepper(cell),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_a_step_that_is_only_tried_leaves_buffers_as_they_were(look: Callable[..., Any]) -> None:
+    cell, x = Statistics(), torch.randn(6, 3, 3)
+    before = copy.deepcopy(dict(cell.named_buffers()))
+    look(cell, x)
+    torch.testing.assert_close(dict(cell.named_buffers()), before, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_statistics_are_added_up_once_under_checkpointed() -> None:
+    cell, x, found = Statistics(), torch.randn(6, 3, 3), []
+    for engine in (lf.Sequential(), lf.Checkpointed(every=2)):
+        own = copy.deepcopy(cell)
+        lf.unfold(own, x, engine=engine).hidden.sum().backward()
+        found.append((dict(own.named_buffers()), {k: p.grad for k, p in own.named_parameters()}))
+    assert int(found[0][0]["count"]) == 6
+    torch.testing.assert_close(*found)
+
+
 # ------------------------------------------------------------------ every compiled run checks itself
 
 

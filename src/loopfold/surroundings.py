@@ -78,7 +78,8 @@ def unchanged(f: Callable[..., Any]) -> Iterator[list[str]]:
     changed: list[str] = []
     held = [(label, thing, kind, kind.read(thing)) for label, thing, kind in Walk(f).mutable]
     try:
-        yield changed
+        with buffers_kept(f):
+            yield changed
     finally:
         for label, thing, kind, before in held:
             now, then = kind.key(kind.read(thing)), kind.key(before)
@@ -86,6 +87,28 @@ def unchanged(f: Callable[..., Any]) -> Iterator[list[str]]:
                 kind.write(thing, before)
                 keys = {k for k, _ in now ^ then} if label == "self" else ()
                 changed += sorted(f"self.{k}" for k in keys) or [label]
+
+
+@contextmanager
+def buffers_kept(f: Callable[..., Any]) -> Iterator[None]:
+    """While open, `f` may be called. Afterwards its buffers hold the numbers that they held before."""
+    buffers = [b for b in f.buffers() if type(b) is Tensor and not b.is_meta] if isinstance(f, nn.Module) else []
+    if torch._C._len_torch_dispatch_stack():  # under torch.export, say, nothing is computed
+        buffers = []
+    with torch.no_grad():
+        before = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        for b, numbers in zip(buffers, before, strict=True):
+            if not _same_bytes(b, numbers):  # statistics of BatchNorm change without another version, and so back
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(b):
+                    b.copy_(numbers)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    a, b = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
 
 
 class _Same:

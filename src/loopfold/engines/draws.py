@@ -6,7 +6,7 @@ the numbers are those of the definition, and torch's generators are left as it l
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopfold.stepgraph.graph import Node, Unsound, apply, batch_at, sizes_of
 from loopfold.stepgraph.split import Loop
+from loopfold.stepgraph.trace import plain_attention
 
 Drawn = tuple[Tensor, ...]  # the results of one operation, each at all steps: [τ, …]
 
@@ -95,9 +96,14 @@ def _results(result: Any) -> Drawn:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def replayed(draws: Draws | None) -> AbstractContextManager[Any]:
+@contextmanager
+def replayed(draws: Draws | None) -> Iterator[None]:
     """While open, `f` gets the numbers of these steps, in order, and torch's generators are not touched."""
-    return nullcontext() if draws is None else _Replay(draws)
+    if draws is None:
+        yield
+        return
+    with plain_attention(), _Replay(draws):  # attention draws in the order of the trace, or not at all
+        yield
 
 
 class _Replay(TorchDispatchMode):

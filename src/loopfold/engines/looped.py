@@ -94,9 +94,9 @@ class _Function:
         wanted = [*source.out, *source.sums]
         order = ordered([*self.roots, *wanted], stop=self.given)
         moving = self._moving(order)
-        self.loop = [v for v in order if v in moving & {*ordered(self.roots, stop=self.given), *self.row_of}]
+        inside = moving & {*ordered(self.roots, stop=self.given), *self.row_of}
+        self.loop = [v for v in order if v in inside]
         self.before = [v for v in order if v not in moving and v.op != "number"]
-        inside = set(self.loop)
         self.after = [v for v in order if v in moving and v not in inside]
         read_later = {*wanted, *(a for v in self.after for a in v.args)}
         self.stored = [v for v in self.loop if v in read_later]

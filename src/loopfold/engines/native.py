@@ -387,18 +387,27 @@ class _Writer(Turned):
 
         `group` is the pass that it is for; None: a reduction.
         """
-        if v not in made:
-            ours = v in self.plan.fused if group is None else self.plan.group(v) == group
-            if v.op == "number":
-                made[v] = self._splat(v.index)
-            elif self.plan.is_computed(v, ours):
-                made[v] = self._operation(v, [self._value(a, group, r, spot, made) for a in v.args])
-            elif v.width == 1 and not self.plan.is_taken(v):
-                made[v] = self._splat(self.b.load(self._row_pointer(v, r), typ=self.number))
-            elif self.plan.is_taken(v) or spot.first is None:
-                row = v.args[0] if self.plan.is_taken(v) else v
-                made[v] = self._picked(self._row_pointer(row, r), self._through(v, spot.chunks), spot)
-            else:
-                at = self._gep(self._row_pointer(v, r), spot.first)
-                made[v] = self._load(at, spot.mask if self._is_outside(v) else None)
+        todo = [v]
+        while todo:
+            u = todo[-1]
+            if u not in made:
+                ours = u in self.plan.fused if group is None else self.plan.group(u) == group
+                computed = u.op != "number" and self.plan.is_computed(u, ours)
+                missing = [a for a in u.args if a not in made] if computed else []
+                if missing:
+                    todo += reversed(missing)
+                    continue
+                made[u] = self._operation(u, [made[a] for a in u.args]) if computed else self._read(u, r, spot)
+            todo.pop()
         return made[v]
+
+    def _read(self, v: Value, r: Any, spot: Spot) -> Any:
+        if v.op == "number":
+            return self._splat(v.index)
+        if v.width == 1 and not self.plan.is_taken(v):
+            return self._splat(self.b.load(self._row_pointer(v, r), typ=self.number))
+        if self.plan.is_taken(v) or spot.first is None:
+            row = v.args[0] if self.plan.is_taken(v) else v
+            return self._picked(self._row_pointer(row, r), self._through(v, spot.chunks), spot)
+        at = self._gep(self._row_pointer(v, r), spot.first)
+        return self._load(at, spot.mask if self._is_outside(v) else None)

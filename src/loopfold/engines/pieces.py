@@ -28,7 +28,7 @@ from loopfold.engines.draws import generators, same_generators, set_generators
 from loopfold.engines.selfcheck import TOLERANCE, out_of_sight
 from loopfold.engines.sequential import where_alive
 from loopfold.states import State, all_leaves, at_end, detached, leaves, map_state, name_of, parted, rebuild
-from loopfold.surroundings import fingerprint
+from loopfold.surroundings import buffers_kept, fingerprint
 
 
 def run_in_pieces(engine: Engine, recurrence: Recurrence, spacings: tuple[int, ...], only_last: bool) -> State:
@@ -211,7 +211,8 @@ class _Run:
         like = leaves(self.start)[0]
         now, way = generators(like), _WayBack(self, incoming)
         try:
-            self._down(self.kept, 0, way)
+            with buffers_kept(self.recurrence.f):  # statistics that the steps add up are added up once
+                self._down(self.kept, 0, way)
         finally:
             if self.kept[0].drawn is not self.kept[-1].drawn:
                 set_generators(like, now)

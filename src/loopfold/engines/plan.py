@@ -102,9 +102,12 @@ class Plan:
     def reads(self, v: Value) -> list[Value]:
         """What a product or a reduction reads: its row, or what that is computed from as it goes."""
         found: dict[Value, None] = {}
-        todo = [v.args[0]]
+        todo, seen = [v.args[0]], set()
         while todo:
             a = todo.pop()
+            if a in seen:
+                continue
+            seen.add(a)
             if v.kind is Kind.REDUCTION and self.is_computed(a, a in self.fused):
                 todo += a.args
             elif a.op != "number":
@@ -182,10 +185,13 @@ class Plan:
 
     def _reads(self, v: Value, group: tuple[int, int, int]) -> None:
         """Give a home to everything that `group` needs for `v` and does not compute itself."""
-        if self.is_there(v):
-            return
-        if self.is_computed(v, self.group(v) == group):
-            for a in v.args:
-                self._reads(a, group)
-        else:
-            self._at_hand(v.args[0] if self.is_taken(v) else v)
+        todo, seen = [v], set()
+        while todo:
+            v = todo.pop()
+            if v in seen or self.is_there(v):
+                continue
+            seen.add(v)
+            if self.is_computed(v, self.group(v) == group):
+                todo += reversed(v.args)
+            else:
+                self._at_hand(v.args[0] if self.is_taken(v) else v)

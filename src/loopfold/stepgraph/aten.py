@@ -78,7 +78,7 @@ _KNOWN = {
     "relu": Aten("ReLU"),
     **dict.fromkeys(("leaky_relu", "hardswish", "_prelu_kernel"), Aten(pointwise=True)),
     "masked_fill": Aten(truth=Truth.AS_NUMBERS),
-    **dict.fromkeys(("isnan", "isinf"), Aten(truth=Truth.SAME)),
+    **dict.fromkeys(("isnan", "isinf", "bitwise_xor", "logical_xor"), Aten(truth=Truth.SAME)),
     # products
     "mm": Aten("@", Product.ROWS, _BOTH),
     "addmm": Aten("@", Product.ROWS, _LAST_TWO),  # addmm(b, h, W) adds its first

@@ -174,21 +174,42 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
         source = v.args[0] if v.op in ROUNDED.values() else v
         return there(v) or source.op == "state" or source in emitted or source in kept
 
+    known: dict[Value, bool] = {}  # of `again`, which may become true while more is kept, and never false
+
     def again(v: Value) -> bool:
-        if there(v):
-            return True
-        how = OPS[v.op].again
-        return how is not Again.KEPT and all((again if how is Again.CHEAP else there)(a) for a in v.args)
+        """Whether it can be computed again from what is there."""
+        todo = [v]
+        while todo:
+            u = todo[-1]
+            how = OPS[u.op].again
+            if how is Again.CHEAP and not there(u):
+                unknown = [a for a in u.args if a not in known]
+                if unknown:
+                    todo += unknown
+                    continue
+                known[u] = all(known[a] for a in u.args)
+            else:
+                known[u] = there(u) or (how is not Again.KEPT and all(map(there, u.args)))
+            todo.pop()
+        return known[v]
+
+    def put(v: Value) -> None:
+        kept[v] = None
+        for u in [u for u, found in known.items() if not found]:
+            del known[u]
 
     def keep(v: Value) -> None:
-        if again(v):
-            return
-        missing = [a for a in v.args if not again(a)]
-        if v.is_bool or (OPS[v.op].again is Again.CHEAP and v.op != "slice" and sum(a.width > 1 for a in missing) <= 1):
-            for a in missing:  # one row, and numbers, from which v and perhaps others come again
-                keep(a)
-        else:
-            kept[v] = None
+        todo = [v]
+        while todo:
+            v = todo.pop()
+            if again(v):
+                continue
+            missing = [a for a in v.args if not again(a)]
+            cheap = OPS[v.op].again is Again.CHEAP and v.op != "slice"
+            if v.is_bool or (cheap and sum(a.width > 1 for a in missing) <= 1):
+                todo += reversed(missing)  # one row, and numbers, from which v and perhaps others come again
+            else:
+                put(v)
 
     inside = set(forward)
     reverse_only = [v for v in ordered(reverse.roots(), stop=inside) if v not in inside]
@@ -197,7 +218,7 @@ def kept_values(loop: Loop) -> tuple[Value, ...]:
     compared = {a for v in read if OPS[v.op].exact for a in v.args}  # computed again, it might miss by a bit
     for v in forward:  # arguments first: what is kept early serves what comes later
         if (v in lefts and not at_hand(v)) or (v in compared and not there(v)):
-            kept[v] = None
+            put(v)
         elif v in read:
             keep(v)
     return _whole_where_all_parts(list(kept))

@@ -16,6 +16,9 @@ class Refusal(Exception):
     """Why a step cannot be compiled, in words. The engines pass it on; it never means a wrong result."""
 
 
+MIXES = "mixes the sequences of a batch"  # as a refusal says it
+
+
 class Unsound(Exception):
     """A program or a kernel that cannot be right: a fault of ours, found before any of its code runs."""
 

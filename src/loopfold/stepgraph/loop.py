@@ -53,6 +53,7 @@ class Builder:
 
     def __init__(self) -> None:
         self._made: dict[Any, Value] = {}
+        self._cut: dict[Any, Value] = {}  # what `slice` and `take` have made of a value
 
     def make(self, op: str, *args: Value, width: int | None = None, index: Any = None) -> Value:
         if width is None:
@@ -111,6 +112,11 @@ class Builder:
         """Part of a row. It moves through pointwise operations, so that only leaves and products are cut."""
         if width == v.width:
             return v
+        if (v, start, width) not in self._cut:
+            self._cut[v, start, width] = self._slice(v, start, width)
+        return self._cut[v, start, width]
+
+    def _slice(self, v: Value, start: int, width: int) -> Value:
         if v.op == "slice":
             return self.slice(v.args[0], v.index + start, width)
         if v.op == "take":
@@ -133,6 +139,11 @@ class Builder:
 
         A new order of sums and products is that of what they are made from, so that these need not be stored for it.
         """
+        if (v, positions) not in self._cut:
+            self._cut[v, positions] = self._take(v, positions)
+        return self._cut[v, positions]
+
+    def _take(self, v: Value, positions: Positions) -> Value:
         width = len(positions)
         if not width:
             return self.make("slice", v, width=0, index=0)

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from loopfold.stepgraph.graph import BATCH, Node, Refusal, apply, batch_at, features, from_rows, rows_first, sizes_of
+from loopfold.stepgraph.graph import (
+    BATCH,
+    MIXES,
+    Node,
+    Refusal,
+    apply,
+    batch_at,
+    features,
+    from_rows,
+    rows_first,
+    sizes_of,
+)
 
 _BATCHES = (3, 7)
 Positions = tuple[int, ...]  # for each number of a row, which number of another it is; -1: it is zero
@@ -97,7 +108,7 @@ def _one(node: Node, result: torch.Tensor, shape: tuple[Any, ...], width: int, r
 
 
 def _mixed(node: Node) -> Refusal:
-    return Refusal(f"aten.{node.op} mixes the sequences of a batch, or puts another dimension before them.")
+    return Refusal(f"aten.{node.op} {MIXES}, or puts another dimension before them.")
 
 
 def cut_of(node: Node) -> tuple[Node, int] | None:

@@ -3,7 +3,7 @@
 import torch
 
 from loopfold.stepgraph.aten import Product, aten, no_kernel
-from loopfold.stepgraph.graph import Batch, Node, Refusal, batch_at
+from loopfold.stepgraph.graph import MIXES, Batch, Node, Refusal, batch_at
 from loopfold.stepgraph.moves import moved
 
 
@@ -48,7 +48,7 @@ def check_rowwise(node: Node) -> None:
     else:
         raise Refusal(no_kernel(node.op))
     if not fine:
-        raise Refusal(f"aten.{node.op} mixes the sequences of a batch.")
+        raise Refusal(f"aten.{node.op} {MIXES}.")
 
 
 def is_pointwise(node: Node) -> bool:

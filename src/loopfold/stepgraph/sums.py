@@ -1,5 +1,6 @@
 """Sums in a loop: what of them does not need the state is added up before it."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +9,8 @@ from loopfold.products import addmm
 from loopfold.stepgraph.graph import BATCH, Node
 from loopfold.stepgraph.loop import Builder, Value
 from loopfold.stepgraph.recipes import Recipe
+
+MOST = 256  # terms and sums of them, in one that is looked through
 
 
 class Outside(Protocol):
@@ -29,7 +32,7 @@ class Sums(Builder):
 
     def make(self, op: str, *args: Value, width: int | None = None, index: Any = None) -> Value:
         if op == "add":
-            terms = [t for a in args for t in _terms(a)]
+            terms = _terms(args) or []
             free = [t for t in terms if t.op in ("input", "constant")]
             sized = max((t.width for t in free), default=1)
             if len(free) > 1 and any(t.op == "input" for t in free) and all(t.width in (1, sized) for t in free):
@@ -59,5 +62,15 @@ def _product_and_row(terms: list[Value], recipes: list[Recipe], dtype: torch.dty
     return Recipe(addmm, (row, *node.args))
 
 
-def _terms(v: Value) -> list[Value]:
-    return [t for a in v.args for t in _terms(a)] if v.op == "add" else [v]
+def _terms(args: Sequence[Value]) -> list[Value] | None:
+    """What is added up in a sum of these; None where that is too much, as in y = y + y many times over."""
+    todo, found = [*reversed(args)], list[Value]()
+    for _ in range(MOST):
+        if not todo:
+            return found
+        v = todo.pop()
+        if v.op == "add":
+            todo += reversed(v.args)
+        else:
+            found.append(v)
+    return None

@@ -247,7 +247,7 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[s
     x_nodes = tuple(recorder.leaf("x", k, leaf) for k, leaf in (*_named("x", x), *_named("t", t)))
     context_nodes = tuple(recorder.leaf("context", k, leaf) for k, leaf in _named("context", context))
     parameters = {name: recorder.leaf("parameter", name, fakes[id(t)]) for name, t in own.items()}
-    with unchanged(f) as changed, _quiet(), _plain_attention(), fake, recorder, watched(recorder), _Stand(fakes):
+    with unchanged(f) as changed, _quiet(), plain_attention(), fake, recorder, watched(recorder), _Stand(fakes):
         try:
             new = take_step(f, state, x, context, t)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -278,7 +278,7 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[s
     )
 
 
-def _plain_attention() -> AbstractContextManager[None]:
+def plain_attention() -> AbstractContextManager[None]:
     """While open, torch's attention is products and a softmax, and no kernel of its own."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

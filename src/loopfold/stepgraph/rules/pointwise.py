@@ -53,8 +53,13 @@ def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
 
 @rule("lerp")
 def _lerp(hoist: Any, node: Node, a: Any, b: Any, weight: Any) -> Value:
-    a, b = hoist.row(a), hoist.row(b)
-    return hoist.builder.add(a, hoist.builder.mul(hoist.row(weight), hoist.builder.sub(b, a)))
+    """From the nearer end, as torch has it: where a is far larger than b, nothing of b is lost."""
+    make, a, b, w = hoist.builder, hoist.row(a), hoist.row(b), hoist.row(weight)
+    way = make.sub(b, a)
+    from_a, from_b = make.add(a, make.mul(w, way)), make.sub(b, make.mul(way, make.sub(1, w)))
+    if w.op == "number":
+        return from_a if abs(w.index) < 0.5 else from_b
+    return make.where(make.make("lt", make.make("abs", w), make.number(0.5)), from_a, from_b)
 
 
 @rule("addcmul")
@@ -83,10 +88,13 @@ def _clamp(hoist: Any, node: Node, v: Value, *bounds: Any, **named: Any) -> Valu
     b, v = hoist.builder, hoist.row(v)
     low, high = (None, *bounds) if node.op == "clamp_max" else (*bounds, None, None)[:2]
     low, high = named.get("min", low), named.get("max", high)
-    if low is not None:
-        v = b.where(b.make("lt", v, hoist.row(low)), hoist.row(low), v)
-    if high is not None:
-        v = b.where(b.make("gt", v, hoist.row(high)), hoist.row(high), v)
+    for bound, beyond in ((low, "lt"), (high, "gt")):
+        if bound is not None:
+            bound = hoist.row(bound)
+            taken = b.make(beyond, v, bound)
+            if bound.op != "number":  # a bound may be nan, and so is then what it bounds
+                taken = b.make("or", taken, b.make("ne", bound, bound))
+            v = b.where(taken, bound, v)
     return v
 
 
@@ -211,8 +219,13 @@ def _logit(hoist: Any, node: Node, v: Value, eps: float | None = None) -> Value:
 
 @rule("hypot")
 def _hypot(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    """Of parts of the larger one, whose squares are of a size that numbers have."""
     b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
-    return b.make("sqrt", b.add(b.mul(a, a), b.mul(c, c)))
+    size = b.make("detach", b.make("maximum", b.make("abs", a), b.make("abs", c)))
+    edge = b.make("or", b.make("eq", size, b.number(0)), b.make("eq", size, b.number(math.inf)))
+    size = b.where(edge, 1, size)
+    a, c = b.div(a, size), b.div(c, size)
+    return b.mul(size, b.make("sqrt", b.add(b.mul(a, a), b.mul(c, c))))
 
 
 @rule("_prelu_kernel")
@@ -243,8 +256,8 @@ def _hardshrink(hoist: Any, node: Node, v: Value, bound: float = 0.5) -> Value:
 @rule("softshrink")
 def _softshrink(hoist: Any, node: Node, v: Value, bound: float = 0.5) -> Value:
     b = hoist.builder
-    low = b.where(b.make("lt", v, b.number(-bound)), b.add(v, bound), 0)
-    return b.where(b.make("gt", v, b.number(bound)), b.sub(v, bound), low)
+    near = b.make("and", b.make("ge", v, b.number(-bound)), b.make("le", v, b.number(bound)))
+    return b.where(near, 0, b.where(b.make("gt", v, b.number(0)), b.sub(v, bound), b.add(v, bound)))  # nan is nan
 
 
 @rule("heaviside")
