@@ -1,6 +1,7 @@
 """Windows of training that are replayed: without a GPU, as in test_replay."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import loopfold as lf
 from loopfold.engines import compiled, programs
 from loopfold.language.recurrent import RecurrentLM, recurrent_lm
+from loopfold.recurrent import recurrences_of
 from loopfold.states import detached
 from loopfold.training import replaying
 from loopfold.training.options import Options
@@ -89,6 +91,10 @@ class Pair:
                 self.step(tau)
 
 
+def cell_of(loss_of: WindowLoss) -> Any:
+    return next(iter(recurrences_of(loss_of.model).values())).cell
+
+
 def test_replayed_windows_are_those_of_the_model() -> None:
     """With dropout of every kind, over windows of several lengths and over those that are never replayed."""
     pair = Pair(model())
@@ -135,14 +141,12 @@ def test_buffers_and_numbers_of_a_cell_are_as_they_are_now() -> None:
     assert pair.captured == 1
     for k in range(5):
         for loss_of in pair.losses:
-            cell: Any = loss_of.cells[0]
-            cell.cell.scale = torch.full((4,), 0.1 * k, dtype=torch.float64)
+            cell_of(loss_of).cell.scale = torch.full((4,), 0.1 * k, dtype=torch.float64)
         pair.step(9)
     assert pair.captured == 1
     for k in range(5):
         for loss_of in pair.losses:
-            cell = loss_of.cells[0]
-            cell.cell.leak = 0.1 * k
+            cell_of(loss_of).cell.leak = 0.1 * k
         pair.step(9)
     assert pair.captured == 1
 
@@ -200,8 +204,73 @@ def test_a_window_is_not_replayed_once_its_trace_was_found_to_be_stale(monkeypat
     monkeypatch.setitem(SWITCH, "on", 0.5)
     pair.losses[0].calls = replaying.AS_IT_STANDS - 1
     for loss_of in pair.losses:
-        (found,) = programs._shelves[cast(nn.Module, loss_of.cells[0])].found.values()
+        (found,) = programs._shelves[cell_of(loss_of)].found.values()
         assert isinstance(found, programs.Found)
         found.program.watch.of("Looped").credit = 1.0  # as after many runs
     pair.steps(9)
     assert pair.captured == 2
+
+
+class Listed(Scaled):
+    """Parameters that stand in a list, too, and are read there."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__(n_in, n)
+        self.a, self.b = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.tensor(0.7))
+        self.gains = [self.a, self.b]
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().forward(self.gains[0] * h, self.gains[1] * x)
+
+
+class Ordered(Scaled):
+    """A buffer of whole numbers, which a trace fixes."""
+
+    order: Tensor
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__(n_in, n)
+        self.register_buffer("order", torch.tensor([2, 0, 3, 1]))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().forward(h[:, self.order], x)
+
+
+@pytest.mark.parametrize(("cell", "captured"), [(Listed, 0), (Ordered, 1)])
+def test_a_cell_is_traced_with_its_own_tensors(cell: type[Scaled], captured: int) -> None:
+    """While a window is captured, others stand in their places: a trace of these would be one of something else."""
+    made = model(cell(4, 4))
+    if cell is Listed:  # as deepcopy leaves it, by name
+        listed: Any = next(iter(recurrences_of(made).values())).cell
+        listed.cell.gains = [listed.cell.a, listed.cell.b]
+    pair = Pair(made)
+    pair.steps(9)
+    assert pair.captured == captured
+    for loss_of in pair.losses:
+        if cell is Ordered:
+            cell_of(loss_of).cell.order = torch.tensor([1, 0, 2, 3])
+    pair.steps(9)
+
+
+def test_modules_that_are_replaced_are_seen() -> None:
+    pair = Pair(model(Scaled(4, 4)))
+    pair.steps(9)
+    assert pair.captured == 1
+    fresh = nn.Linear(4, 4).double()
+    for loss_of in pair.losses:
+        cell_of(loss_of).cell.W = copy.deepcopy(fresh)
+    pair.steps(9)
+    assert pair.captured == 2
+
+
+def test_checks_have_their_share_of_the_time_of_replayed_windows() -> None:
+    pair = Pair(model(Scaled(4, 4)))
+    pair.steps(9)
+    (found,) = programs._shelves[cell_of(pair.losses[0])].found.values()
+    assert isinstance(found, programs.Found)
+    watch = found.program.watch.of("Looped")
+    pair.losses[0].calls, pair.losses[0].earned, runs = replaying.AS_IT_STANDS - 1, time.monotonic() - 1000, watch.runs
+    watch.cost = 5.0
+    pair.step(9)
+    assert watch.runs == runs + 1
+    assert watch.cost < 5  # there was time for a check

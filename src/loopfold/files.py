@@ -32,15 +32,20 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def check_place(path: Path, example: str, place: str = "out") -> None:
     """Before the work that a file takes: that it can be written there. `place` is the argument that says where."""
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder: name a file, such as {path / example}.")
-    if not path.parent.is_dir():
-        missing = f"{path} cannot be written: there is no folder {path.parent}. Make it, or choose another "
-        raise OptionError(missing, Argument(place), ".")
-    if not os.access(path.parent, os.W_OK):
-        raise OptionError(
-            f"{path} cannot be written: Permission denied. Choose another place with ", Argument(place), "."
-        )
+    elsewhere = "Choose another place with ", Argument(place), "."
+    try:
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder: name a file, such as {path / example}.")
+        if path.parent.exists() and not path.parent.is_dir():
+            raise OptionError(f"{path} cannot be written: {path.parent} is no folder. ", *elsewhere)
+        if not path.parent.exists():
+            missing = f"{path} cannot be written: there is no folder {path.parent}. Make it, or choose another "
+            raise OptionError(missing, Argument(place), ".")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise OptionError(f"{path} cannot be written: Permission denied. ", *elsewhere)
+        path.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise OptionError(f"{path} cannot be written: {error.strerror}. ", *elsewhere) from error
 
 
 def cache_folder() -> Path:

@@ -250,7 +250,7 @@ class Plan:
 
     def share(self, width: int, blocks: int | None = None) -> int:
         """How many features of a row of this width a block owns; whole loads, and they fill a chunk or divide it."""
-        blocks = blocks or self.geometry.blocks
+        blocks = self.geometry.blocks if blocks is None else blocks
         if blocks == 1:
             return width + width % 2
         own = _up(-(-width // blocks), self.per_load)

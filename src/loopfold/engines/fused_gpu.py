@@ -121,6 +121,7 @@ class _OnGPU(Written):
         )
         self.kernels: dict[tuple[Geometry, bool], _Kernel] = {}
         self.choices: dict[tuple[int, torch.device], Geometry | None] = {}
+        self.known: dict[Any, float | None] = {}
 
     def misfit(self, state: Tensor) -> str | None:
         """Why it does not fit the GPU, for such a state."""
@@ -146,7 +147,7 @@ class _OnGPU(Written):
             return self.writer.geometry
         if key not in self.choices:
             with alone():
-                self.choices[key] = choose(self.source, self.builder, self.dtype, self.writer.exact, *key)
+                self.choices[key] = choose(self.source, self.builder, self.dtype, self.writer.exact, *key, self.known)
         return self.choices[key]
 
     def _kernel(self, like: Tensor) -> "_Kernel":
@@ -303,26 +304,45 @@ def _error(device: torch.device) -> int:
 
 
 def choose(
-    source: Source, builder: Builder, dtype: torch.dtype, exact: bool, batch: int, device: torch.device
+    source: Source,
+    builder: Builder,
+    dtype: torch.dtype,
+    exact: bool,
+    batch: int,
+    device: torch.device,
+    known: dict[Any, float | None] | None = None,
 ) -> Geometry | None:
-    """The geometry that should be fastest, by a rough model of the GPU; None where none fits."""
+    """The geometry that should be fastest, by a rough model of the GPU; None where none fits.
+
+    `known` is what was found out for other batches: the microseconds of each geometry, None where it does not fit.
+    """
     about: Any = torch.cuda.get_device_properties(device)
-    found = []
+    known, found = {} if known is None else known, []
     for blocks in planned(source, builder, dtype, Geometry(1, TILE), exact).busy_blocks(about.multi_processor_count):
         for rows, warps, warps_k in SHAPES:
             if rows > TILE and rows >= 2 * batch:
                 break
-            plan = planned(source, builder, dtype, Geometry(blocks, rows, warps, warps_k), exact)
-            pairs = max(plan.pairs(v.width) for v in plan.values())
-            if plan.shared_bytes <= about.shared_memory_per_block_optin and pairs <= 4:
-                found.append((_microseconds(plan, batch, about.multi_processor_count), plan.geometry))
+            if blocks == 1 and warps_k < 8:  # which changes nothing there
+                continue
+            geometry = Geometry(blocks, rows, warps, warps_k)
+            if (geometry, device) not in known:
+                plan = planned(source, builder, dtype, geometry, exact)
+                fits = plan.shared_bytes <= about.shared_memory_per_block_optin
+                fits = fits and max(plan.pairs(v.width) for v in plan.values()) <= 4
+                known[geometry, device] = _microseconds(plan) if fits else None
+            time = known[geometry, device]
+            if time is not None:
+                waves = -(-batch // rows) / max(1, about.multi_processor_count // blocks)
+                found.append((math.ceil(waves) * time, geometry))
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _microseconds(plan: Plan, batch: int, multiprocessors: int) -> float:
-    """What a step takes, roughly, by figures fitted to 900 kernels on an H200; they only decide which one is made."""
+def _microseconds(plan: Plan) -> float:
+    """What a step takes, roughly, by figures fitted to 900 kernels on an H200; they only decide which one is made.
+
+    Of as many sequences as run at the same time.
+    """
     geometry, tiles = plan.geometry, plan.geometry.rows / TILE
-    waves = -(-batch // geometry.rows) / max(1, multiprocessors // geometry.blocks)
     stages = len({plan.stage(p.value) for p in plan.products.values()} | {plan.stage(v) for v in plan.reductions})
     time = stages * (0.07 if plan.alone else 0.34 if geometry.blocks <= 4 else 0.42)  # until what is written is read
     busy = geometry.warps / 4  # warps that take turns
@@ -334,4 +354,4 @@ def _microseconds(plan: Plan, batch: int, multiprocessors: int) -> float:
         time += 0.012 * p.warps_k * sum(plan.pairs(width) for _, width in p.columns)  # warps' sums, added up
     time += 0.011 * sum(plan.pairs(v.width) for v in plan.values() if v.is_pointwise and v.width > 1)
     time *= 1.1 if geometry.warps_k < geometry.warps else 1.0  # for such kernels the figures were not fitted
-    return math.ceil(waves) * time
+    return time

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from loopfold.casts import casts
 from loopfold.engines.base import EngineWarning, Recurrence
-from loopfold.engines.selfcheck import Watch
+from loopfold.engines.selfcheck import SHARE, Watch
 from loopfold.states import State, all_leaves, leaves, map_state, name_of
 from loopfold.stepgraph.differentiate import Reverse, differentiate, kept_values
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, Unsound, with_numbers
@@ -167,6 +167,14 @@ def restless(recurrence: Recurrence) -> bool:
     """Whether the step has been another at every one of the last calls, so that each takes a new trace."""
     shelf = _shelves.get(recurrence.f) if isinstance(recurrence.f, nn.Module) else None
     return shelf is not None and shelf.misses > 3
+
+
+def earn(f: Any, seconds: float) -> None:
+    """Let the checks of a step take a share of the time in which what was captured of it has run unchecked."""
+    shelf = _shelves.get(f) if isinstance(f, nn.Module) else None
+    for found in list(shelf.found.values()) if shelf is not None else ():
+        for watch in found.program.watch.engines.values() if isinstance(found, Found) else ():
+            watch.credit += SHARE * seconds
 
 
 def forgotten(f: Any) -> int | None:

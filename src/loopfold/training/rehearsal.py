@@ -20,6 +20,7 @@ from loopfold.training.run import Run, check_device
 from loopfold.training.watching import Plan
 
 SECONDS, STEPS = 2.0, 20  # of timed steps, at most
+CAPTURES = 8  # steps on a GPU until one is replayed, there and back
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ def rehearse(options: Options, out: str | Path | None = None, *, start: Run | No
     begun, tokens = 0.0, 0
     failed = f"the first steps of {options.cell} failed"
     with torch.random.fork_rng(devices=[]), blaming(lambda: failed):
-        for i in range(1 + STEPS):
+        first = CAPTURES if options.device.startswith("cuda") else 0
+        for i in range(1 + first + STEPS):
             window, count = streams[i % len(streams)], streams.tokens_in(i % len(streams))
             _, norm, context = gradient_of(loss_of, window, context, cold, 1 / count)
             float(norm)  # so that a GPU is waited for
             optimiser.step()
             tokens += count
-            if i == 0:
+            if i <= first:
                 begun, tokens = time.perf_counter(), 0
             elif time.perf_counter() - begun > SECONDS:
                 break

@@ -4,19 +4,21 @@ A step of training is hundreds of launches, which Python takes longer to order t
 way there is one launch, and the way back another.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from loopfold.engines.programs import forgotten
+from loopfold.casts import casts
+from loopfold.engines.programs import earn, forgotten
 from loopfold.engines.replay import Replays
 from loopfold.language.base import Context, LanguageModel
 from loopfold.recurrent import is_plain, recurrences_of
 from loopfold.regularisers import WeightDrop
 from loopfold.states import leaves, rebuild
-from loopfold.surroundings import fingerprint, global_hooks
+from loopfold.surroundings import INDICES, fingerprint, global_hooks
 from loopfold.training.making import autocast_of
 from loopfold.training.options import Options
 
@@ -45,56 +47,77 @@ class WindowLoss:
 
     def __init__(self, options: Options, model: LanguageModel, parallel: nn.Module | None = None) -> None:
         self.options, self.model, self.parallel = options, model, parallel or model
-        self.modules = list(model.modules())
-        self.cells = [part.cell for part in recurrences_of(model).values()]
         self.replays = Replays("training", MOST_GRAPHS)
-        self.known: dict[tuple[Any, ...], int] = {}  # fingerprints, by the call at which each was met
+        self.known: dict[tuple[Any, ...], int | None] = {}  # fingerprints, by the call at which each was met
         self.calls = 0
+        self.earned = time.monotonic()  # until when checks were given time for
 
     def __call__(self, tokens: Tensor, context: Context, lengths: Tensor | None, share: float) -> Loss:
         """`share` makes a mean of the sum of all losses."""
         self.calls += 1
-        if lengths is not None or self.calls % AS_IT_STANDS == 0 or not self._is_repeatable(tokens):
-            return self._loss(self.parallel, share, tokens, context, lengths)
-        held = _held(self.modules)
+        modules, cells = list(self.model.modules()), [part.cell for part in recurrences_of(self.model).values()]
+        if self.calls % AS_IT_STANDS == 0:
+            earned, self.earned = self.earned, time.monotonic()
+            for cell in cells if self.replays.graphs else ():
+                earn(cell, (self.earned - earned) / len(cells))
+        elif lengths is None and self._is_ours(tokens, modules):
+            traced = tuple(map(forgotten, cells))
+            met = None if None in traced or not traced else self._met(modules)
+            if met is not None:
+                return self._replayed(modules, (met, traced, share, casts(tokens.device)), tokens, context, share)
+        return self._loss(self.parallel, share, tokens, context, lengths)
+
+    def _replayed(self, modules: list[nn.Module], key: Any, tokens: Tensor, context: Context, share: float) -> Loss:
+        held = _held(modules)
         tensors = list({id(t): t for t in held.values()}.values())  # each once, wherever it is used
 
         def run(given: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
             tokens, *before = given
             now = dict(zip(map(id, tensors), own, strict=True))
-            with _holding(self.modules, {place: now[id(t)] for place, t in held.items()}):
+            with _holding(modules, {place: now[id(t)] for place, t in held.items()}):
                 total, nll, after = self._loss(self.model, share, tokens, rebuild(context, before), None)
             return [total, nll, *leaves(after)]
 
-        if len(self.known) == MOST_KNOWN:
-            self.known.clear()
-        met = self.known.setdefault(fingerprint(self.model), self.calls)
-        traced = tuple(map(forgotten, self.cells))
-        total, nll, *after = self.replays.run(run, (met, traced, share), [tokens, *leaves(context)], tensors)
+        total, nll, *after = self.replays.run(run, key, [tokens, *leaves(context)], tensors)
         return Loss(total, nll, rebuild(context, after))
+
+    def _met(self, modules: list[nn.Module]) -> int | None:
+        """A number for the model as it is now, by its fingerprint; None where other tensors make it another model.
+
+        Such as has its parameters in a list, too, reads them there, whatever stands in their places.
+        """
+        mark = fingerprint(self.model)
+        if mark not in self.known:
+            if len(self.known) == MOST_KNOWN:
+                self.known.clear()
+            held = _held(modules)
+            others = {id(t): t.detach() for t in held.values()}
+            with _holding(modules, {place: others[id(t)] for place, t in held.items()}):
+                same = fingerprint(self.model) == mark
+            self.known[mark] = self.calls if same else None
+        return self.known[mark]
 
     def _loss(self, model: Any, share: float, tokens: Tensor, context: Context, lengths: Tensor | None) -> Loss:
         with autocast_of(self.options, tokens.device.type):
             scored = model(tokens, context, lengths)
             return Loss(scored.loss(share), scored.nll, scored.context)
 
-    def _is_repeatable(self, tokens: Tensor) -> bool:
-        """Whether nothing but the model, as its fingerprint and its tensors tell it, decides what a window gives."""
-        ours = tokens.device.type in DEVICES and self.parallel is self.model and bool(self.cells)
-        if not ours or global_hooks() or not all(is_plain(part, type(part)) for part in self.modules):
-            return False
-        return all(forgotten(cell) is not None for cell in self.cells)
+    def _is_ours(self, tokens: Tensor, modules: list[nn.Module]) -> bool:
+        """Whether a window is that of the model alone, without hooks, on a device that has graphs."""
+        alone = tokens.device.type in DEVICES and self.parallel is self.model and not global_hooks()
+        return alone and all(is_plain(part, type(part)) for part in modules)
 
 
 Place = tuple[int, str, str]  # the number of a module, "_parameters" or "_buffers", the name there
 
 
 def _held(modules: Sequence[nn.Module]) -> dict[Place, Tensor]:
-    """The tensors of modules, but for masks, which each window draws."""
+    """The tensors of modules, but for masks, which each window draws, and for indices, which a trace has fixed."""
     found: dict[Place, Tensor] = {}
     for i, part in enumerate(modules):
         for kind in ("_parameters", "_buffers")[: 1 if isinstance(part, WeightDrop) else 2]:
-            found |= {(i, kind, name): t for name, t in getattr(part, kind).items() if t is not None}
+            own = {(i, kind, name): t for name, t in getattr(part, kind).items() if t is not None}
+            found |= {place: t for place, t in own.items() if not t.dim() or t.dtype not in INDICES}
     return found
 
 
