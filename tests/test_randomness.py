@@ -37,6 +37,8 @@ STEPS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "normal": lambda f, h, x: torch.tanh(h @ f.W + x + torch.normal(0.0, 0.1, h.shape, dtype=h.dtype)),
     "uniform": lambda f, h, x: torch.tanh(h @ f.W + x) * torch.empty_like(h).uniform_(0.5, 1),
     "bernoulli": lambda f, h, x: torch.tanh(h @ f.W + x) * torch.bernoulli(x.detach(), 0.4),
+    "bernoulli of one number": lambda f, h, x: torch.tanh(h @ f.W + x) * torch.bernoulli(torch.full_like(h, 0.4)),
+    "normal of one number": lambda f, h, x: torch.tanh(h @ f.W + x + torch.normal(torch.zeros_like(h), f.W[0].abs())),
     "by chance": lambda f, h, x: torch.tanh(h @ f.W + x) * (torch.rand_like(h) < torch.sigmoid(h)),
     "Gumbel": lambda f, h, x: F.gumbel_softmax(h @ f.W + x, dim=-1),
 }

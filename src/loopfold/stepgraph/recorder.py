@@ -366,7 +366,7 @@ class Recorder(TorchDispatchMode):
             kept, mask = self._drawn(func, ones, *args[1:])
             return self.take(aten.mul.Tensor, args[0], kept), mask
         if not _DRAWS[op] and func is not aten.bernoulli.p:
-            return self._drawn(func, *args, **kwargs)
+            return self._drawn(func, *[self._sized(a) if isinstance(a, Tensor) else a for a in args], **kwargs)
         like = args[0]
         if not (_in_order(like) if not func._schema.is_mutable else like.is_contiguous()):
             raise Refusal(
@@ -382,6 +382,18 @@ class Recorder(TorchDispatchMode):
         rest = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
         self._assign(target, self._drawn(same, sized, *args[1:], *rest, **kwargs), op)
         return target
+
+    def _sized(self, t: Tensor) -> Tensor:
+        """One number everywhere, of the size of another tensor, as full_like gives it: without that other tensor."""
+        node = self.lookup(t)
+        while node.op == "detach":
+            node = node.args[0]
+        number = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1}.get(node.op)
+        if node.op in ("full_like", "new_full"):
+            number = node.args[1 if node.op == "full_like" else 2]
+        if not isinstance(number, int | float):
+            return t
+        return self.take(aten.full.default, t.shape, number, dtype=t.dtype, device=t.device)
 
     def _drawn(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         result = self.take(func, *args, **kwargs)
