@@ -11,7 +11,7 @@ from test_replay import _Turns, emulated  # noqa: F401
 from torch import Tensor, nn
 
 import loopfold as lf
-from loopfold.engines import compiled, programs
+from loopfold.engines import auto, compiled, programs
 from loopfold.language.recurrent import RecurrentLM, recurrent_lm
 from loopfold.recurrent import recurrences_of
 from loopfold.states import detached
@@ -172,7 +172,9 @@ def test_windows_that_are_not_replayed() -> None:
     assert not pair.captured
 
 
-def test_a_cell_that_is_not_compiled_is_not_replayed() -> None:
+def test_a_cell_that_is_not_compiled_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "_told", set())  # as if no test had been told before
+
     class Branches(Scaled):
         def forward(self, h: Tensor, x: Tensor) -> Tensor:
             return super().forward(h if h.sum() > 0 else -h, x)
