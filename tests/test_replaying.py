@@ -241,11 +241,7 @@ class Ordered(Scaled):
 @pytest.mark.parametrize(("cell", "captured"), [(Listed, 0), (Ordered, 1)])
 def test_a_cell_is_traced_with_its_own_tensors(cell: type[Scaled], captured: int) -> None:
     """While a window is captured, others stand in their places: a trace of these would be one of something else."""
-    made = model(cell(4, 4))
-    if cell is Listed:  # as deepcopy leaves it, by name
-        listed: Any = next(iter(recurrences_of(made).values())).cell
-        listed.cell.gains = [listed.cell.a, listed.cell.b]
-    pair = Pair(made)
+    pair = Pair(model(cell(4, 4)))
     pair.steps(9)
     assert pair.captured == captured
     for loss_of in pair.losses:

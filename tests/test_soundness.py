@@ -1054,6 +1054,42 @@ def test_a_step_that_is_only_tried_leaves_buffers_as_they_were(look: Callable[..
     torch.testing.assert_close(dict(cell.named_buffers()), before, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.empty(0),
+        lambda: torch.ones(()).expand(3),
+        lambda: torch.ones(3, dtype=torch.bool),
+        lambda: torch.ones(3).to(torch.float8_e4m3fn),
+        lambda: torch.full((3,), torch.nan),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    ],
+)
+def test_buffers_of_any_kind_are_no_hindrance_to_a_trial(make: Callable[[], Tensor]) -> None:
+    cell = Statistics()
+    cell.register_buffer("other", make())
+    lf.Recurrent(cell).explain(torch.randn(6, 3, 3))
+    assert int(cell.count) == 0
+
+
+@pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
+def test_a_buffer_of_inference_is_as_it_was_after_a_trial() -> None:
+    class Counts(Statistics):
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                self.count += 1
+            return torch.tanh(self.W(h) + x)
+
+    cell = Counts()
+    with torch.inference_mode():
+        cell.count = torch.zeros(())
+    lf.Recurrent(cell).explain(torch.randn(6, 3, 3))
+    assert cell.count.is_inference()
+    assert int(cell.count) == 0
+
+
 @pytest.mark.filterwarnings("ignore::loopfold.EngineWarning")
 def test_statistics_are_added_up_once_under_checkpointed() -> None:
     cell, x, found = Statistics(), torch.randn(6, 3, 3), []

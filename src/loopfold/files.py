@@ -36,14 +36,13 @@ def check_place(path: Path, example: str, place: str = "out") -> None:
     try:
         if path.is_dir():
             raise OptionError(f"{path} is a folder: name a file, such as {path / example}.")
-        if path.parent.exists() and not path.parent.is_dir():
-            raise OptionError(f"{path} cannot be written: {path.parent} is no folder. ", *elsewhere)
-        if not path.parent.exists():
+        if not path.parent.is_dir():
+            if path.parent.exists():
+                raise OptionError(f"{path} cannot be written: {path.parent} is no folder. ", *elsewhere)
             missing = f"{path} cannot be written: there is no folder {path.parent}. Make it, or choose another "
             raise OptionError(missing, Argument(place), ".")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise OptionError(f"{path} cannot be written: Permission denied. ", *elsewhere)
-        path.exists()
     except OSError as error:  # a name that is too long, a folder that may not be looked into
         raise OptionError(f"{path} cannot be written: {error.strerror}. ", *elsewhere) from error
 

@@ -92,9 +92,9 @@ def unchanged(f: Callable[..., Any]) -> Iterator[list[str]]:
 @contextmanager
 def buffers_kept(f: Callable[..., Any]) -> Iterator[None]:
     """While open, `f` may be called. Afterwards its buffers hold the numbers that they held before."""
-    buffers = [b for b in f.buffers() if type(b) is Tensor and not b.is_meta] if isinstance(f, nn.Module) else []
-    if torch._C._len_torch_dispatch_stack():  # under torch.export, say, nothing is computed
-        buffers = []
+    own = f.buffers() if isinstance(f, nn.Module) else ()
+    computes = not torch._C._len_torch_dispatch_stack()  # unlike under torch.export
+    buffers = [b for b in own if computes and _has_bytes(b)]
     with torch.no_grad():
         before = [b.clone() for b in buffers]
     try:
@@ -102,8 +102,18 @@ def buffers_kept(f: Callable[..., Any]) -> Iterator[None]:
     finally:
         for b, numbers in zip(buffers, before, strict=True):
             if not _same_bytes(b, numbers):  # statistics of BatchNorm change without another version, and so back
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(b):
-                    b.copy_(numbers)
+                if b.is_inference():  # it has no version
+                    with torch.inference_mode():
+                        b.copy_(numbers)
+                else:
+                    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(b):
+                        b.copy_(numbers)
+
+
+def _has_bytes(t: Tensor) -> bool:
+    """Whether its numbers lie in memory as they are: a sparse, quantized or conjugated tensor is another thing."""
+    plain = type(t) is Tensor and t.layout == torch.strided and not t.is_meta
+    return plain and not (t.is_quantized or t.is_conj() or t.is_neg())
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

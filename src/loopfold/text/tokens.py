@@ -189,9 +189,10 @@ def _about(file: IO[bytes], dtype: np.dtype[Any], below: int) -> dict[str, int] 
 def _sweep(folder: Path) -> None:
     """Remove what was used longest ago, where there is too much, and what a process that was stopped has left."""
     found, total = [], 0
-    for file in folder.iterdir():
-        with suppress(OSError):  # another process has removed it
-            found.append((file.stat(), file))
+    with suppress(OSError):  # a folder that may not be listed
+        for file in folder.iterdir():
+            with suppress(OSError):  # another process has removed it
+                found.append((file.stat(), file))
     for about, file in sorted(found, key=lambda f: -f[0].st_mtime):
         total += about.st_size
         age = time.time() - about.st_mtime

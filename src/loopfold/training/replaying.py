@@ -55,17 +55,22 @@ class WindowLoss:
     def __call__(self, tokens: Tensor, context: Context, lengths: Tensor | None, share: float) -> Loss:
         """`share` makes a mean of the sum of all losses."""
         self.calls += 1
-        modules, cells = list(self.model.modules()), [part.cell for part in recurrences_of(self.model).values()]
-        if self.calls % AS_IT_STANDS == 0:
-            earned, self.earned = self.earned, time.monotonic()
-            for cell in cells if self.replays.graphs else ():
-                earn(cell, (self.earned - earned) / len(cells))
-        elif lengths is None and self._is_ours(tokens, modules):
-            traced = tuple(map(forgotten, cells))
-            met = None if None in traced or not traced else self._met(modules)
-            if met is not None:
-                return self._replayed(modules, (met, traced, share, casts(tokens.device)), tokens, context, share)
+        if lengths is None and self.parallel is self.model and tokens.device.type in DEVICES:
+            modules, cells = list(self.model.modules()), [part.cell for part in recurrences_of(self.model).values()]
+            if self.calls % AS_IT_STANDS == 0:
+                self._earn(cells)
+            elif not global_hooks() and all(is_plain(part, type(part)) for part in modules):
+                traced = tuple(map(forgotten, cells))
+                met = None if None in traced or not traced else self._met(modules)
+                if met is not None:
+                    return self._replayed(modules, (met, traced, share, casts(tokens.device)), tokens, context, share)
         return self._loss(self.parallel, share, tokens, context, lengths)
+
+    def _earn(self, cells: Sequence[Any]) -> None:
+        """Give the checks of the cells their share of the time in which windows were replayed."""
+        before, self.earned = self.earned, time.monotonic()
+        for cell in cells if self.replays.graphs else ():
+            earn(cell, (self.earned - before) / len(cells))
 
     def _replayed(self, modules: list[nn.Module], key: Any, tokens: Tensor, context: Context, share: float) -> Loss:
         held = _held(modules)
@@ -101,11 +106,6 @@ class WindowLoss:
         with autocast_of(self.options, tokens.device.type):
             scored = model(tokens, context, lengths)
             return Loss(scored.loss(share), scored.nll, scored.context)
-
-    def _is_ours(self, tokens: Tensor, modules: list[nn.Module]) -> bool:
-        """Whether a window is that of the model alone, without hooks, on a device that has graphs."""
-        alone = tokens.device.type in DEVICES and self.parallel is self.model and not global_hooks()
-        return alone and all(is_plain(part, type(part)) for part in modules)
 
 
 Place = tuple[int, str, str]  # the number of a module, "_parameters" or "_buffers", the name there
