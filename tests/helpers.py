@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import loopfold as lf
 from loopfold import cli
+from loopfold.training.effects import EFFECT
 from loopfold.training.folder import RunFolder
-from loopfold.training.options import EFFECT
 
 WORKS = """import torch
 from torch import nn

@@ -141,7 +141,8 @@ def test_help_starts_without_torch(command: list[str]) -> None:
 def test_every_option_of_a_run_has_a_flag_and_every_preset_is_in_the_help() -> None:
     from dataclasses import fields
 
-    from loopfold.training.options import PRESETS, Options, preset
+    from loopfold.training.options import Options
+    from loopfold.training.presets import PRESETS, preset
 
     shown = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "300"}).output
     for option in fields(Options):

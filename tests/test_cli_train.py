@@ -24,11 +24,13 @@ from loopfold.text.corpus import python_docs
 from loopfold.text.overlap import BLOCK, share_in
 from loopfold.text.streams import Streams
 from loopfold.training import loop, watching
+from loopfold.training.effects import EFFECT
 from loopfold.training.folder import RunFolder
 from loopfold.training.job import New
 from loopfold.training.loop import open_run, train
 from loopfold.training.making import make_model
-from loopfold.training.options import EFFECT, Options, preset
+from loopfold.training.options import Options
+from loopfold.training.presets import preset
 from loopfold.training.schedules import warmup_of
 from loopfold.training.watching import Silent
 

@@ -25,7 +25,8 @@ from loopfold.training.cells import make_cell
 from loopfold.training.folder import RunFolder
 from loopfold.training.loop import Diverged, Run, open_run, resume, train
 from loopfold.training.making import make_model, make_vocabulary
-from loopfold.training.options import PRESETS, OptionError, Options, preset
+from loopfold.training.options import OptionError, Options
+from loopfold.training.presets import PRESETS, preset
 from loopfold.training.stored import RunError
 from loopfold.training.watching import Plan, Several, Silent, TensorBoard, Terminal, Watcher
 from loopfold.transitions import GRU

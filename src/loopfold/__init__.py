@@ -46,8 +46,9 @@ The modules in the order in which data flows; each imports only from those above
     ways             such ways: DynamicEvaluation, NeuralCache, Mixture
     exporting        a step without Python: program, places, texts, writing (what C and JavaScript share), c, labels,
                      javascript (with the reverse step); stock, onnx; export()
-    training         options, cells, making; averaging, schedules; contents, stored, folder, packed (a run on disk),
-                     trust, listing, checkpoint, table, run; watching, guards, job, replaying, loop, rehearsal
+    training         options, effects, presets, cells, making; averaging, schedules; contents, stored, folder, packed (a
+                     run on disk), trust, listing, checkpoint, table, run; watching, guards, job, replaying, loop,
+                     rehearsal
     fitting          fit(): one optimiser loop for any pattern and any batches
     generation       sampling and beam search
     probing          hidden states over a text, and what units track

@@ -63,8 +63,9 @@ from loopfold.text.corpus import Corpus, CorpusError, read_corpus
 from loopfold.text.vocabulary import Bytes, Characters, Subwords, Tokens, Vocabulary, Words
 from loopfold.training.averaging import PolyakAverage
 from loopfold.training.loop import Diverged, Stopped, resume, train
-from loopfold.training.options import Options, preset
+from loopfold.training.options import Options
 from loopfold.training.packed import pack_run
+from loopfold.training.presets import preset
 from loopfold.training.run import Run, open_run
 from loopfold.training.stored import RunError
 from loopfold.training.table import Row

@@ -17,7 +17,9 @@ import typer
 from loopfold.cli.base import TrustOption, app, cells, completing, devices, echo, flag, rank, several
 from loopfold.cli.usage import needed
 from loopfold.errors import OptionError
-from loopfold.training.options import CHANGEABLE, KEPT, PANELS, PRESETS, Options, check_effect, preset
+from loopfold.training.effects import check_effect
+from loopfold.training.options import CHANGEABLE, KEPT, PANELS, Options
+from loopfold.training.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from loopfold.training.run import Run
