@@ -590,6 +590,7 @@ def test_a_start_that_the_cell_does_not_have_is_refused(here: Path) -> None:
     )
     refused(r"Own does not take --recurrent-init", *new, "--cell", "own.py:Own", "--recurrent-init", "orthogonal")
     refused("--forget-bias has no effect here: only a recur", *new, "--model", "window", "--forget-bias", 1)
+    refused("--output-dropout has no effect here: a window", *new, "--model", "window", "--output-dropout", 0.3)
     refused("no recurrent_init 'ortho'; choose from uniform", *new, "--recurrent-init", "ortho")
     refused("--forget-bias must be from -1e6 to 1e6", *new, "--cell", "lstm", "--forget-bias", "nan")
     assert said_by(*new, "--cell", "own.py:Own", "--forget-bias", 3)[0] == 0

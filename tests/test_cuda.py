@@ -294,6 +294,7 @@ def test_what_stays_on_the_cpu_says_so() -> None:
 def test_a_readout_in_pieces_on_a_gpu(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same in one piece, in double precision; what is lost is what one piece in that dtype loses too."""
     monkeypatch.setattr(readout, "SMALL", 0)
+    monkeypatch.setattr(readout, "ROWS", 0)
     monkeypatch.setitem(readout.PIECE, "cuda", 4 * 4 * 300)
     sizes, y = ((7, 3, 20), (300, 20), (300,)), torch.randint(300, (7, 3), device="cuda")
     given = [torch.randn(*size, device="cuda", dtype=dtype).requires_grad_() for size in sizes]

@@ -20,6 +20,7 @@ N, KINDS = 5, 23
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(readout.PIECE, "cpu", 4 * KINDS * 4)  # four tokens
     monkeypatch.setattr(readout, "SMALL", 0)
+    monkeypatch.setattr(readout, "ROWS", 0)
 
 
 Given = tuple[Tensor, Tensor, Tensor]

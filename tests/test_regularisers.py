@@ -134,7 +134,7 @@ def test_it_is_compiled_and_called_by_its_name(layer: lf.Recurrent) -> None:
 # ------------------------------------------------------------------ in a language model
 
 
-def made(**options: float | bool) -> RecurrentLM:
+def made(**options: float | bool | None) -> RecurrentLM:
     torch.manual_seed(1)
     return recurrent_lm(KINDS, [lf.LSTM(N, N), lf.LSTM(N, N)], N, **options).double()  # type: ignore[arg-type]
 
@@ -168,8 +168,20 @@ def test_a_mask_on_what_is_read_is_the_same_over_a_window() -> None:
         assert 0.2 < float(silent.double().mean()) < 0.8
 
 
+@pytest.mark.parametrize(("between", "before"), [(0.5, None), (0.5, 0.0), (0.0, 0.5)])
+def test_the_readout_may_have_a_dropout_of_its_own(between: float, before: float | None) -> None:
+    model, seen = made(dropout=between, output_dropout=before), list[Tensor]()
+    model.network.get_submodule("recurrent.layers.1").register_forward_pre_hook(
+        lambda layer, given: seen.append(given[0])
+    )
+    read = model(TOKENS, model.initial_context(3)).hidden
+    assert read is not None
+    assert [bool((x == 0).any()) for x in (seen[0], read)] == [between > 0, (between if before is None else before) > 0]
+
+
 EVERYTHING: dict[str, float | bool] = {
     "dropout": 0.3,
+    "output_dropout": 0.4,
     "input_dropout": 0.3,
     "embedding_dropout": 0.2,
     "weight_drop": 0.4,

@@ -37,6 +37,7 @@ CHOICES: dict[str, Any] = {
     "hidden_size": (8, 7),
     "dropout": 0.3,
     "variational": True,
+    "output_dropout": 0.2,
     "input_dropout": 0.1,
     "embedding_dropout": 0.1,
     "weight_drop": 0.2,

@@ -23,6 +23,7 @@ from loopfold.surroundings import in_a_transform
 from loopfold.wiring import check_targets
 
 PIECE = {"cpu": 12 << 20, "cuda": 64 << 20}  # bytes of outputs at a time: what a cache holds; what keeps a GPU busy
+ROWS = 384  # with fewer at a time, adding up ∂L/∂V, all of it for every piece, takes longer than the products
 SMALL = 4 << 20  # bytes of outputs that are no burden
 
 
@@ -54,7 +55,8 @@ def readout_losses(h: Tensor, V: Tensor, c: Tensor, y: Tensor, lengths: Tensor |
     Classes(len(V)).check(y)
     counts = None if lengths is None else alive(y, lengths)
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (h, V, c))
-    return _Losses.apply(h, V, c, y.long(), counts, -(-size // PIECE[device.type]), wanted)
+    pieces = -(-size // max(PIECE[device.type], ROWS * len(V) * 4))
+    return _Losses.apply(h, V, c, y.long(), counts, pieces, wanted)
 
 
 class _Losses(torch.autograd.Function):

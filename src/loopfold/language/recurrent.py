@@ -230,6 +230,7 @@ def recurrent_lm(
     *,
     variational: bool = False,
     tied: bool = False,
+    output_dropout: float | None = None,
     input_dropout: float = 0.0,
     embedding_dropout: float = 0.0,
     weight_drop: float = 0.0,
@@ -238,9 +239,10 @@ def recurrent_lm(
 ) -> RecurrentLM:
     """Embedding, stacked cells, readout. The first cell reads `embedding_size` numbers; None means one-hot vectors.
 
-    `dropout` falls between layers and before the readout, `input_dropout` on what the first layer reads; `variational`:
-    with one mask for all steps of a window. `embedding_dropout` silences whole words, `weight_drop` single weights `W`
-    of the cells. `tied` makes the readout's `V` the table of embeddings itself.
+    `dropout` falls between layers and before the readout, where `output_dropout` may be another, `input_dropout` on
+    what the first layer reads; `variational`: with one mask for all steps of a window. `embedding_dropout` silences
+    whole words, `weight_drop` single weights `W` of the cells. `tied` makes the readout's `V` the table of embeddings
+    itself.
     """
     if not cells:
         raise ValueError("a recurrent language model needs at least one cell.")
@@ -268,7 +270,7 @@ def recurrent_lm(
         register_parametrization(cell, "W", WeightDrop(weight_drop))
     return RecurrentLM(
         network,
-        kind(dropout),
+        kind(dropout if output_dropout is None else output_dropout),
         input_dropout=kind(input_dropout) if input_dropout else None,
         embedding_dropout=EmbeddingDropout(embedding_dropout) if embedding_dropout else None,
         penalty=ActivationPenalty(activation_penalty, change_penalty) if activation_penalty or change_penalty else None,

@@ -47,10 +47,11 @@ EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
     "one_hot": (_recurrent, "only a recurrent model can read one-hot vectors", None),
     "tied": (_recurrent, "only a recurrent model can be tied", None),
     "variational": (
-        lambda o: _recurrent(o) and (o.dropout > 0 or o.input_dropout > 0),
+        lambda o: _recurrent(o) and max(o.dropout, o.output_dropout or 0, o.input_dropout) > 0,
         "it is a kind of dropout, of recurrent models",
         Argument("dropout", 0.2),
     ),
+    "output_dropout": (_recurrent, "a window and a convolution have no other dropout", None),
     "input_dropout": (_embedded, "only a recurrent model with an embedding has it", None),
     "embedding_dropout": (_embedded, "only a recurrent model with an embedding has it", None),
     "weight_drop": (_recurrent, "only a recurrent model has W", None),

@@ -59,6 +59,7 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
                 options.dropout,
                 variational=options.variational,
                 tied=options.tied,
+                output_dropout=options.output_dropout,
                 input_dropout=options.input_dropout,
                 embedding_dropout=options.embedding_dropout,
                 weight_drop=options.weight_drop,

@@ -82,6 +82,9 @@ class Options:
     one_hot: bool = _option(False, "One-hot vectors, no embedding.")
     tied: bool = _option(False, "One table for embedding and readout.")
     dropout: float = _option(0.0, "Between layers and before the readout.", PROBABILITY)
+    output_dropout: float | None = _option(
+        None, "Dropout before the readout, where it is not that between layers.", PROBABILITY
+    )
     variational: bool = _option(False, "Dropout with one mask for a whole window.")
     input_dropout: float = _option(0.0, "Dropout on what the first layer reads.", PROBABILITY)
     embedding_dropout: float = _option(0.0, "Dropout of whole words, for a whole window.", PROBABILITY)
