@@ -150,6 +150,7 @@ def writable(text: str) -> str:
 
 def main() -> None:
     """What the command `loopfold` runs."""
+    _set_up_libraries()
     before = signal.signal(signal.SIGINT, _stop)  # until the training loop takes over, which saves first
     try:
         with _errors(), _warnings(), _output(), _telling():
@@ -159,6 +160,17 @@ def main() -> None:
         sys.exit(code or 0)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _set_up_libraries() -> None:
+    """What libraries of torch read when they are loaded, unless the user has set it.
+
+    A thread that waits for others gives up its core after 4,000 looks, not 300,000: where other programs run too, those
+    it waits for may need that very core. Large tensors lie in large pages, which take less time to map at every step.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _stop(number: int, frame: object) -> None:

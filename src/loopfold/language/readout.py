@@ -31,7 +31,7 @@ class _Kept(threading.local):
     """Memory that this thread uses again."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.buffers: dict[torch.dtype, Tensor] = {}
 
 
 _kept = _Kept()
@@ -149,12 +149,11 @@ def _in_pieces(
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
         x_rows, y_rows = x[rows], targets[rows]
-        o, p = (_buffer(name, len(x_rows), n, exact, h.device) for name in "op")
-        o = addmm_into(o, c, x_rows, V_T)  # book (10.10)
-        largest = o.amax(1, keepdim=True)
-        torch.softmax(o, 1, out=p)
+        o = addmm_into(_buffer(len(x_rows), n, exact, h.device), c, x_rows, V_T)  # book (10.10)
+        largest, true = o.amax(1, keepdim=True), o.gather(1, y_rows)
+        p = torch.softmax(o, 1, out=o)
         log_sum = -p.amax(1, keepdim=True).log()  # where o is largest, p is 1 / Σ exp(o - largest)
-        nll.view(-1)[rows] = (largest - o.gather(1, y_rows) + log_sum)[:, 0]
+        nll.view(-1)[rows] = (largest - true + log_sum)[:, 0]
         if not any(wanted):
             continue
         p.scatter_(1, y_rows, p.gather(1, y_rows) - 1)  # ∂nll/∂o = softmax(o) - onehot(y)
@@ -175,12 +174,12 @@ def _short(V: Tensor) -> int:
     return -len(V) % 8 if V.is_cuda and V.dtype.itemsize == 2 else 0
 
 
-def _buffer(name: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for numbers. On a CPU it is kept for the next time: new pages would take longer than the softmax."""
     if device.type != "cpu":
         return torch.empty(rows, columns, dtype=dtype, device=device)
-    key, numbers = (name, dtype), rows * columns
-    if key not in _kept.buffers or len(_kept.buffers[key]) < numbers:
+    numbers = rows * columns
+    if dtype not in _kept.buffers or len(_kept.buffers[dtype]) < numbers:
         with torch.inference_mode(False):
-            _kept.buffers[key] = torch.empty(numbers, dtype=dtype, device=device)
-    return _kept.buffers[key][:numbers].view(rows, columns)
+            _kept.buffers[dtype] = torch.empty(numbers, dtype=dtype, device=device)
+    return _kept.buffers[dtype][:numbers].view(rows, columns)
