@@ -516,6 +516,21 @@ def test_completion_and_the_answer_to_a_typo_are_fast() -> None:
         assert done.stdout.split() == needed.split()
 
 
+def test_libraries_are_set_up_before_they_are_loaded_unless_the_user_has_done_so() -> None:
+    names = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
+    code = f"import os, loopfold.cli\ntry: loopfold.cli.main()\nfinally: print(*[os.environ.get(n) for n in {names}])"
+    plain = {name: value for name, value in os.environ.items() if name not in (*names, "OMP_WAIT_POLICY")}
+    for given, needed in [
+        ({}, "4000 1"),
+        ({"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}, "7 0"),
+        ({"OMP_WAIT_POLICY": "active"}, "None 1"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "trian"], capture_output=True, text=True, check=False, env=plain | given
+        )
+        assert done.stdout.split() == needed.split()
+
+
 def test_completion_can_be_installed() -> None:
     for shell in ("bash", "zsh", "fish"):
         with pytest.MonkeyPatch.context() as patched:

@@ -6,7 +6,7 @@ from loopfold.errors import Argument, OptionError, choose
 from loopfold.training.options import Options
 
 # A preset says how large a model is and how it learns. With two cores: two minutes (quick) and ten (standard) for a
-# megabyte of text, ten (words) for a million words, of which ten thousand are distinct; words-large takes an H200 five
+# megabyte of text, ten (words) for a million words, of which ten thousand are distinct; words-large takes an H200 ten
 # minutes for these.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
@@ -40,11 +40,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cell": "lstm",
         "hidden_size": (1152, 1152, 400),
         "tied": True,
-        "dropout": 0.35,
+        "dropout": 0.3,
+        "output_dropout": 0.4,
         "variational": True,
         "input_dropout": 0.4,
         "embedding_dropout": 0.1,
-        "weight_drop": 0.45,
+        "weight_drop": 0.5,
         "activation_penalty": 2.0,
         "change_penalty": 1.0,
         "streams": 40,
@@ -57,7 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": 0.25,
         "schedule": "constant",
         "average": "tail",
-        "epochs": 175.0,
+        "epochs": 290.0,
         "device": "auto",
     },
 }
