@@ -15,7 +15,7 @@ from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.errors import Argument, Spelt
 from loopfold.recurrent import Bidirectional, plain_loops, recurrences_of
-from loopfold.states import State, leaves, map_state, name_of
+from loopfold.states import State, has_a_gradient, in_double, in_reals, leaves, map_state, name_of
 from loopfold.telling import tell
 from loopfold.transitions import Embedded, Transition
 from loopfold.wiring import Pattern
@@ -176,7 +176,7 @@ def _shares(call: _Call, p: nn.Parameter, gradients: dict[int, Tensor | None]) -
 
 def _exact(value: Tensor) -> Tensor:
     """In double precision, so that no rounding of single precision is taken for a mixing of steps."""
-    return value.detach().double() if value.is_floating_point() else value.detach()
+    return in_double(value.detach()) if has_a_gradient(value) else value.detach()
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
@@ -290,7 +290,9 @@ def gradient_flow(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Grad
 
 def _size(parts: list[Tensor]) -> Tensor:
     """‖parts‖ as one vector. In double precision and relative to the largest entry, or squares would underflow."""
-    g = torch.cat([torch.zeros(1, dtype=torch.float64), *(part.detach().double().flatten().cpu() for part in parts)])
+    g = torch.cat(
+        [torch.zeros(1, dtype=torch.float64), *(p.detach().double().flatten().cpu() for p in in_reals(parts))]
+    )
     largest = g.abs().max()
     return (g / largest).norm() * largest if 0 < largest < torch.inf else largest
 

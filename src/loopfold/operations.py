@@ -219,8 +219,9 @@ def _rebuilt(step: str, given: list[Tensor], needs: list[bool]) -> StoredStep:
 
 
 def _autograd() -> Any:
-    """While open, autograd is at work, which torch switches off inside of an operation."""
+    """While open, autograd is at work, and z.conj() is conjugated: inside of an operation torch may switch both off."""
     off, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey
+    off = off.remove(keys.Conjugate).remove(keys.Negative).remove(keys.ZeroTensor)
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
         off = off.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off)

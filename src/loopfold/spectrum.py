@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loopfold.drawing import charts
 from loopfold.drawing.figure import Drawing
 from loopfold.gradients import cells_of, core_of, gates_of, short_names
-from loopfold.states import in_evaluation, name_of
+from loopfold.states import in_double, in_evaluation, name_of
 from loopfold.stepgraph.aten import Product, aten
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, apply, batch_at, needed_for, sizes_of
 from loopfold.stepgraph.trace import tensors_of, trace
@@ -103,7 +103,7 @@ def _recurrent_matrices(graph: StepGraph, own: dict[str, Tensor], names: dict[st
             if product is Product.ROWS and node.args[-2] in columns and node.args[-1] in constants:
                 matrix = node.args[-1]
                 for rows in _blocks(columns[node.args[-2]][0]):
-                    W = constants[matrix][rows].T.double().cpu()  # h @ W.T is what W h is for columns
+                    W = in_double(constants[matrix][rows].T).cpu()  # h @ W.T is what W h is for columns
                     if len(W) % len(rows) == 0 and (len(rows) > 1 or leaf.shape[-1] == 1):  # not a lone column
                         key = formulas[matrix], tuple(rows)
                         found.setdefault(key, _Matrix(W, _source(matrix, sources), leaf.name))
@@ -219,7 +219,7 @@ def _graph(cell: nn.Module) -> StepGraph:
     """The step graph, with the first kind of input that the step takes."""
     for x in example_inputs(cell):
         try:
-            graph = trace(cell, x, initial_state(cell, 1, x))
+            graph = trace(cell, x, initial_state(cell, 1, x), real=False)
             if any(node.is_draw for node in graph.operations):
                 raise Refusal("it draws random numbers, which differ at every step.")
             return graph

@@ -57,6 +57,23 @@ def _rebuild(part: State, flow: Iterator[Tensor]) -> State:
     return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
 
 
+def in_reals(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Real tensors: of a complex one both parts, others as they are.
+
+    >>> in_reals([torch.tensor([1 + 2j]), torch.tensor([3.0])])
+    [tensor([1.]), tensor([2.]), tensor([3.])]
+    """
+    return [part for t in tensors for part in ((t.real, t.imag) if t.is_complex() else (t,))]
+
+
+def from_reals(like: State, reals: Iterable[Tensor]) -> State:
+    """A state like `like`, whose complex tensors are made of two of `reals` each."""
+    flow = iter(reals)
+    return rebuild(
+        like, [torch.complex(next(flow), next(flow)) if t.is_complex() else next(flow) for t in leaves(like)]
+    )
+
+
 def map_state(function: Callable[..., Tensor], state: State, *others: State) -> State:
     """`function` applied leaf by leaf; the result has the structure of `state`."""
     columns = zip(leaves(state), *map(leaves, others), strict=True)
@@ -114,6 +131,16 @@ def _sizes_of(part: State) -> Any:
 def parted(returned: State, state: State) -> tuple[State | None, State]:
     """The output and the state that a step, or an engine, has returned, where the state is like `state`."""
     return (None, returned) if len(leaves(returned)) == len(leaves(state)) else returned
+
+
+def has_a_gradient(tensor: Tensor) -> bool:
+    """Whether it can have one: real and complex numbers can, whole numbers and truth values cannot."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """The same numbers in double precision; complex ones stay complex."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
 def detached(state: State) -> State:
@@ -196,7 +223,12 @@ def zero_state(f: Step, batch: int, x: State | None = None, context: State | Non
     if key not in found:
         found[key] = _one_state(f, x, context)
     like = _a_tensor_of(f, x)
-    return map_state(lambda leaf: like.new_zeros(batch, *leaf.shape[1:]), found[key])
+    return map_state(lambda leaf: like.new_zeros(batch, *leaf.shape[1:], dtype=_dtype(leaf, like)), found[key])
+
+
+def _dtype(leaf: Tensor, like: Tensor) -> torch.dtype:
+    """That of `like`, or its complex one where the step returns complex numbers."""
+    return like.dtype.to_complex() if leaf.is_complex() else like.dtype
 
 
 _known_states: weakref.WeakKeyDictionary[nn.Module, dict[Any, State]] = weakref.WeakKeyDictionary()
@@ -259,8 +291,14 @@ def trials(
     found: list[Trial] = []
     first: Exception | None = None
     for given in inputs:
-        zeros = {n: like.new_zeros(TRIAL_BATCH, n) for n in sorted(_sizes(f, given, context))}
-        groups = [{n: partial(build, leaf) for n, leaf in zeros.items()} for build in _possible_structures(f)]
+        groups = [
+            {n: partial(build, like.new_zeros(TRIAL_BATCH, n, dtype=dtype)) for n in sorted(_sizes(f, given, context))}
+            for dtype in (
+                like.dtype,
+                *([like.dtype.to_complex()] if any(t.is_complex() for t in _tensors_of(f)) else []),
+            )
+            for build in _possible_structures(f)
+        ]
         fits: list[Trial] = []
         with_output: list[Trial] = []
         for structure, group in enumerate([{0: partial(start, TRIAL_BATCH)}] if start else groups):

@@ -34,11 +34,12 @@ from loopfold.states import (
     Step,
     asks_for_index,
     describe,
+    from_reals,
+    in_reals,
     leaves,
     map_state,
     name_of,
     parted,
-    rebuild,
     whole_number,
 )
 from loopfold.stepgraph.graph import Refusal
@@ -185,7 +186,7 @@ class Stepper:
         assert native is not None
         assert reads is not None
         self._stepped, self._fast, self._tokens = False, None, None  # until this x, which is written now, is accepted
-        for into, leaf in zip(native.x, [] if x is None else leaves(x), strict=False):
+        for into, leaf in zip(native.x, [] if x is None else in_reals(leaves(x)), strict=False):
             into.copy_(leaf)
         if self._counts is not None:
             native.x[-1][:, 0] = self._counts
@@ -300,8 +301,7 @@ class Stepper:
         native, reads = self._native, self._reads
         assert native is not None
         assert reads is not None
-        flow = iter(native.x)
-        x = None if reads.like is None else rebuild(reads.like, [next(flow) for _ in leaves(reads.like)])
+        x = None if reads.like is None else from_reals(reads.like, native.x)
         found = self._recurrence(x, map_state(copied, native.state(1 - native.place)))
         return found if found.index is None else replace(found, index=native.x[-1][None])
 

@@ -91,6 +91,11 @@ class Readout(nn.Module):
         self.c = nn.Parameter(like.new_empty(size).uniform_(-bound, bound))
 
     def forward(self, h: Tensor) -> Tensor:
+        if h.is_complex():
+            raise ValueError(
+                "a readout reads real numbers, and the hidden states are complex. Return (output, state) from the "
+                "step, with a real output, such as z.real or torch.view_as_real(z).flatten(1)."
+            )
         return self.c + h @ self.V.T  # book (10.10)
 
 

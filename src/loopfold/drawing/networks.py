@@ -302,7 +302,7 @@ def _traced(how: Callable[..., StepGraph], f: Step, x: State | None, state: Stat
     called: dict[str, str] = {}
     try:
         with in_evaluation(f):
-            return how(f, x, state, called=called), called
+            return how(f, x, state, called=called, real=False), called
     except Refusal as reason:
         raise ValueError(f"{name_of(f)} cannot be drawn, because it cannot be traced: {reason}") from reason
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loopfold.drawing.circuit import Circuit, Edge, Role, Variable
+from loopfold.states import has_a_gradient, in_double
 from loopfold.wiring import When
 
 
@@ -133,10 +134,10 @@ class Unfolded:
 def _marked(value: Tensor) -> Tensor:
     """Data as the start of a graph, so that gradients reach it."""
     value = value.detach().clone()
-    return value.requires_grad_() if value.is_floating_point() else value
+    return value.requires_grad_() if has_a_gradient(value) else value
 
 
 def _norms(total: Tensor, items: list[tuple[Any, Any]]) -> dict[Any, float]:
     wanted = [(key, v) for key, v in items if isinstance(v, Tensor) and v.requires_grad]
     found = torch.autograd.grad(total, [v for _, v in wanted], allow_unused=True)
-    return {key: float(g.double().norm()) for (key, _), g in zip(wanted, found, strict=True) if g is not None}
+    return {key: float(in_double(g).norm()) for (key, _), g in zip(wanted, found, strict=True) if g is not None}

@@ -40,6 +40,8 @@ from loopfold.states import (
     alive,
     all_leaves,
     detached,
+    from_reals,
+    in_reals,
     leaves,
     map_state,
     name_of,
@@ -228,7 +230,7 @@ def _run_parts(
     """Once, before, the loop, after."""
     program = found.program
     loop, graph, tau = program.loop, program.graph, recurrence.steps
-    start = leaves(recurrence.state)
+    start = in_reals(leaves(recurrence.state))
     batch = start[0].shape[0]
     rows = tau * batch
 
@@ -236,7 +238,7 @@ def _run_parts(
     if loop.draws:
         values |= recurrence.draws.sequences()
     many, which = rows, None
-    xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in recurrence.sequences]
+    xs = [leaf.reshape(rows, *leaf.shape[2:]) for leaf in in_reals(recurrence.sequences)]
     tokens = len(xs) == 1 and xs[0].dim() == 1 and not xs[0].is_floating_point()
     if tokens and not (loop.outside or loop.draws or start[0].is_cuda):  # a GPU would have to say how many kinds
         xs[0], which = xs[0].unique(return_inverse=True)  # tokens: each kind is computed on once
@@ -251,7 +253,7 @@ def _run_parts(
     if which is not None:
         inputs = [F.embedding(which, table) for table in inputs]
     inputs = [sequence.reshape(tau, batch, -1) for sequence in inputs]
-    values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
+    values |= zip(graph.context, in_reals(all_leaves(recurrence.context)), strict=True)
     for node in loop.aside:
         values[node] = apply(node, values, batch)
     rows_before = [start[i].to(graph.state[i].dtype).to(loop.dtype) for i in loop.carried]
@@ -290,7 +292,7 @@ def _run_parts(
             shape = (tau, batch, *node.shape[1:])
             results.append((sequence if sequence.shape == shape else sequence.view(shape)).to(node.dtype))
     cut = len(graph.outputs)
-    return rebuild(graph.structure, [*results[cut:], *results[:cut]])
+    return from_reals(graph.structure, [*results[cut:], *results[:cut]])
 
 
 def given_to(recurrence: Recurrence, found: Found, parameters: Sequence[Tensor] | None = None) -> dict[Node, Any]:

@@ -53,15 +53,12 @@ class FusedCPU(Engine):
         leaf = leaves(recurrence.state)[0]
         if leaf.device.type != "cpu":
             return f"it runs on the CPU and the state is on {leaf.device}."
-        kernels = "it has kernels for float32 and float64, and got"
-        if leaf.is_complex():
-            return f"{kernels} {leaf.dtype}. Write real and imaginary parts, [batch, n, 2]."
         reason = compiled_refusal(recurrence)
         if reason is not None:
             return reason
         dtype = program_of(recurrence).program.loop.dtype
         if dtype not in (torch.float32, torch.float64):
-            return f"{kernels} {dtype}."
+            return f"it has kernels for float32 and float64, and got {dtype}."
         try:
             import llvmlite  # noqa: F401
         except ImportError:

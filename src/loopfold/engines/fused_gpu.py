@@ -45,7 +45,7 @@ class FusedGPU(Engine):
         leaf = leaves(recurrence.state)[0]
         if leaf.device.type != "cuda":
             return f"it runs on a CUDA GPU and the state is on {leaf.device}."
-        if leaf.dtype not in FORMATS:
+        if leaf.dtype not in FORMATS and leaf.dtype != torch.complex64:
             return f"it has kernels for bfloat16, float16 and float32, and got {leaf.dtype}."
         from loopfold.engines.driver import problem
 

@@ -28,7 +28,7 @@ from loopfold.engines.backwards import come_many
 from loopfold.engines.base import Recurrence
 from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
-from loopfold.states import State, detached, leaves, parted, rebuild
+from loopfold.states import State, detached, has_a_gradient, leaves, parted, rebuild
 from loopfold.stepgraph.aten import aten, op_name
 from loopfold.stepgraph.graph import Unsound
 from loopfold.surroundings import fingerprint
@@ -138,7 +138,9 @@ def _compared(recurrence: Recurrence, states: State, t: int) -> tuple[list[Tenso
 
 
 def _number(leaf: Tensor) -> Tensor:
-    """A part of an output that is a truth value or a whole number, as one that can be compared like the others."""
+    """A tensor of truth values, of whole or of complex numbers, as one that can be compared like the others."""
+    if leaf.is_complex():
+        return torch.view_as_real(leaf.resolve_conj())
     return leaf if leaf.is_floating_point() else leaf.double()
 
 
@@ -234,7 +236,7 @@ def _margins(theirs: Sequence[Tensor], inputs: Sequence[Tensor], rough: torch.dt
     """How far each may be off: a share of its largest value, or of a thousandth of the largest of all."""
     least_share = 0.0 if rough is None else TOLERANCE[rough]
     largest = [_largest(t) for t in theirs]
-    least = 1e-3 * torch.stack([*largest, *(_largest(t) for t in inputs if t.is_floating_point())]).amax()
+    least = 1e-3 * torch.stack([*largest, *(_largest(_number(t)) for t in inputs if has_a_gradient(t))]).amax()
     shares = [max(least_share, TOLERANCE.get(b.dtype, 0.0)) for b in theirs]
     return [share * size.maximum(least) for share, size in zip(shares, largest, strict=True)]
 
@@ -260,6 +262,8 @@ def _within(ours: Sequence[Tensor], theirs: Sequence[Tensor], margins: Sequence[
 
 
 def _nearby(tensor: Tensor, roundings: float = 64) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_complex(_nearby(_number(tensor), roundings))
     if not tensor.is_floating_point():
         return tensor
     roundings = min(4, roundings) if tensor.dtype in (torch.float16, torch.bfloat16) else roundings
@@ -328,18 +332,18 @@ class Guard:
         part = full.part(t, steps, state_before(full, self.states, t))
         generator = torch.Generator().manual_seed(_draw.getrandbits(32))
         rows = [leaf[:steps] for leaf in leaves(self.states)]
-        weights = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in rows]
+        weights = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in map(_number, rows)]
         parameters = _parameters(full)
 
         def gradients(run: Callable[[Recurrence], State], *tensors: Tensor) -> list[Tensor]:
-            wanted = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+            wanted = [t.clone().requires_grad_() if has_a_gradient(t) else t for t in tensors]
             with torch.enable_grad(), out_of_sight(), self._forwards():
                 found = zip(leaves(run(part.on(wanted))), weights, arrives, strict=True)
-                loss = sum((leaf * w).sum() for leaf, w, here in found if here)
+                loss = sum((_number(leaf) * w).sum() for leaf, w, here in found if here)
             sources = [*[t for t in wanted if t.requires_grad], *parameters]
             if not (isinstance(loss, Tensor) and loss.requires_grad):
-                return [torch.zeros_like(t) for t in sources]
-            return list(torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True))
+                return [_number(torch.zeros_like(t)) for t in sources]
+            return list(map(_number, torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)))
 
         inputs = [leaf.detach() for leaf in part.tensors]
         try:

@@ -17,7 +17,7 @@ from loopfold.engines.fused_cpu import Fused, FusedCPU, Native
 from loopfold.engines.programs import Found, alone, program_of
 from loopfold.engines.writing import Buffer, Role, forwards
 from loopfold.staleness import unaltered
-from loopfold.states import State, all_leaves, leaves, rebuild
+from loopfold.states import State, all_leaves, from_reals, in_reals, leaves
 from loopfold.stepgraph.dependence import table_of
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph, compute, needed_for
 from loopfold.stepgraph.hoist import whole_step
@@ -91,14 +91,14 @@ class NativeStep:
         self.found = program_of(recurrence)
         self.code = code = step_code(self.found)
         self.marks = fingerprint(recurrence.f)
-        loop, graph, start = code.loop, code.graph, leaves(recurrence.state)
+        loop, graph, start = code.loop, code.graph, in_reals(leaves(recurrence.state))
         self.like, self.batch = start[0], len(start[0])
         tensors = parameters_of(recurrence, self.found)
         own = {node: tensor for (node, _), tensor in zip(self.found.program.parameters, tensors, strict=True)}
         if any(tensor.is_inference() for tensor in own.values()):
             raise Refusal("its parameters were made under torch.inference_mode, so that changes could not be seen.")
         values = given_to(recurrence, self.found, [tensor.detach() for tensor in tensors])
-        values |= zip(graph.context, all_leaves(recurrence.context), strict=True)
+        values |= zip(graph.context, in_reals(all_leaves(recurrence.context)), strict=True)
         compute(graph, [n for r in (*loop.constants, *loop.contexts) for n in r.nodes()], values, self.batch)
         constants = [as_row(recipe.make(values), self.like, self.like.dtype) for recipe in loop.constants]
         contexts = [recipe.make(values).contiguous() for recipe in loop.contexts]
@@ -108,7 +108,7 @@ class NativeStep:
 
         memory = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         pitches = tuple(_pitch(c) if c.untyped_storage().data_ptr() in memory else 0 for c in constants)
-        self.x = [torch.empty(leaf.shape[1:], dtype=leaf.dtype) for leaf in recurrence.sequences]
+        self.x = [torch.empty(leaf.shape[1:], dtype=leaf.dtype) for leaf in in_reals(recurrence.sequences)]
         rows = {i: torch.empty(self.batch, table.shape[1], dtype=table.dtype) for i, table in tables}
         self.tables = [(code.reads[i][0], table.numpy(), rows[i].numpy()) for i, table in tables]
         self.out = [[torch.empty(self.batch, v.width, dtype=self.like.dtype) for v in loop.emitted] for _ in range(2)]
@@ -139,6 +139,7 @@ class NativeStep:
             *(t for _, t in code.reads),
         }
         in_place = [t for n, t in own.items() if n in used]
+        in_place += [t._base for t in in_place if t._base is not None]  # the parameter, of whose numbers t is a part
         self.unaltered, self.long = unaltered(recurrence.f, in_place, versions, around)
         counts = recurrence.index is not None  # the number of the step is one of `x`, but not the caller's to give
         self.rows, self.tokens = (None, None) if counts else (self._rows_alone(), self._token_alone())
@@ -189,7 +190,7 @@ class NativeStep:
 
         None for other steps.
         """
-        if len(self.x) != 1 or self.tables or len(self.code.graph.results) > 1:
+        if len(self.x) != 1 or self.tables or not self._gives_a_row():
             return None
         x, places = self.x[0].numpy(), self._places()
         bare = x.shape[1:] if self.batch == 1 else x.shape
@@ -197,10 +198,15 @@ class NativeStep:
 
     def _token_alone(self) -> tuple[Any, ...] | None:
         """The same for a step of one stream that reads one token, and nothing else."""
-        if len(self.x) != 1 or len(self.tables) != 1 or self.batch != 1 or len(self.code.graph.results) > 1:
+        if len(self.x) != 1 or len(self.tables) != 1 or self.batch != 1 or not self._gives_a_row():
             return None
         ((_, table, rows),) = self.tables
         return self.unaltered, self.call, self.job, table, self.x[0].numpy(), rows, self._places()
+
+    def _gives_a_row(self) -> bool:
+        """Whether its output is one tensor of real numbers."""
+        like = leaves(self.output(0))
+        return len(like) == 1 and not like[0].is_complex()
 
     def _places(self) -> list[Any]:
         """The output after a step, by the place where the state was before it."""
@@ -212,8 +218,8 @@ class NativeStep:
         graph = self.code.graph
         cut = len(graph.outputs)
         if not graph.results:
-            return self.rows_of(0, place)
-        return rebuild(graph.structure[0], [self.rows_of(cut + i, place) for i in range(len(graph.results))])
+            return from_reals(leaves(graph.structure)[0], [self.rows_of(i, place) for i in range(cut)])
+        return from_reals(graph.structure[0], [self.rows_of(cut + i, place) for i in range(len(graph.results))])
 
     def rows_of(self, leaf: int, place: int) -> Tensor:
         """Leaf `leaf` of the state and then of the outputs, in one of the two places."""
@@ -226,10 +232,10 @@ class NativeStep:
         """The state in one of the two places: no copy."""
         graph = self.code.graph
         like = graph.structure[1] if graph.results else graph.structure
-        return rebuild(like, [self.rows_of(i, place) for i in range(len(self.code.graph.outputs))])
+        return from_reals(like, [self.rows_of(i, place) for i in range(len(self.code.graph.outputs))])
 
     def set_state(self, state: State) -> None:
-        for i, leaf in enumerate(leaves(state)):
+        for i, leaf in enumerate(in_reals(leaves(state))):
             self.rows_of(i, self.place).copy_(leaf)
 
     def returned(self, place: int) -> State:
@@ -237,7 +243,7 @@ class NativeStep:
         graph = self.code.graph
         count, cut = len(graph.outputs) + len(graph.results), len(graph.outputs)
         rows = [self.rows_of(i, place)[None] for i in range(count)]
-        return rebuild(graph.structure, [*rows[cut:], *rows[:cut]])
+        return from_reals(graph.structure, [*rows[cut:], *rows[:cut]])
 
 
 def _pitch(matrix: Tensor) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopfold.engines.adjoint import Marks, WayBack, Work
 from loopfold.engines.auto import Auto
@@ -83,6 +83,9 @@ class TimeParallel(Engine):
             return reason
         if captures(leaves(recurrence.state)[0]):
             return "a CUDA graph is being captured, in which no size may depend on a value."
+        assert isinstance(recurrence.f, nn.Module)
+        if any(t.is_complex() for t in (*recurrence.tensors, *recurrence.f.parameters())):
+            return "it holds or reads complex numbers. Write real and imaginary parts, [batch, n, 2]."
         found = program_of(recurrence)
         if found.program.loop.draws:
             return "it draws random numbers, one step after the other, which chunks side by side would not."

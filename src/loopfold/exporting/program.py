@@ -243,6 +243,8 @@ def _program(model: Any, f: nn.Module, x: State | None, context: State | None, l
         x = (*([] if x is None else [x]), *still)
     rows = None if x is None else map_state(lambda leaf: leaf[None].to(like.device), x)
     index = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device) if counts else None
+    if any(t.is_complex() for t in (*begins, *all_leaves(x), *f.parameters(), *f.buffers())):
+        raise Refusal("it holds or reads complex numbers. Write real and imaginary parts, [batch, n, 2].")
     recurrence = Recurrence(f, rows, 1, start, None, None, index)
     first_step(recurrence)  # with its checks, in words
     found = program_of(recurrence)

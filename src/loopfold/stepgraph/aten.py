@@ -123,7 +123,6 @@ _INSTEAD = {
     **dict.fromkeys(
         ("index", "index_select", "gather", "scatter", "scatter_add", "index_add", "take_along_dim"), _INDEX
     ),
-    **dict.fromkeys(("complex", "view_as_complex", "polar"), "Write real and imaginary parts, [batch, n, 2]."),
 }
 
 

@@ -80,6 +80,8 @@ def _recorded(recorder: Recorder, cls: Any, args: tuple[Any, ...]) -> Any:
             else:
                 y = cls.forward(*args)
                 cls.setup_context(ctx, args, y)
+            if any(isinstance(a, Tensor) and a.is_complex() for a in (*args, y)):
+                raise Refusal(f"its autograd.Function {name} computes with complex numbers.")
             if outer:  # its gradient is not asked for
                 return y
             if not isinstance(y, Tensor) or ctx.dirty_tensors:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from loopfold.stepgraph.aten import op_name
+from loopfold.stepgraph.complex_numbers import ComplexNumbers
 from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.pick import PICK
 from loopfold.stepgraph.surrogate import SURROGATE
@@ -61,6 +62,7 @@ class Recorder(TorchDispatchMode):
         gradients: bool,
         own: Iterable[Tensor] = (),
         called: dict[str, str] | None = None,
+        real: bool = True,
     ) -> None:
         super().__init__()
         self.called = called  # to be filled: the variable of the step's own that holds each node, if that is wanted
@@ -76,12 +78,25 @@ class Recorder(TorchDispatchMode):
         self.plain: set[Node] = set()  # what no gradient goes through: random numbers, and what is made of them alone
         self.settled: set[Node] = set()  # what was updated without gradients, and has the gradient that torch gives it
         self.own_gradient = False  # inside an autograd.Function
+        self.complex = ComplexNumbers(self.take) if real else None
 
-    def leaf(self, op: str, name: str, tensor: Tensor) -> Node:
-        node = Node(self._fresh(name), op, shape=tuple(tensor.shape), dtype=tensor.dtype)
-        self.known[id(tensor)] = (node, tensor)
-        self.given[id(tensor)] = node
-        return node
+    def leaf(self, op: str, name: str, tensor: Tensor) -> dict[str, Node]:
+        """What stands for a tensor that the step is given, by its name: a node, or two for complex numbers."""
+        parts = {name: tensor}
+        if self.complex is not None and tensor.is_complex():
+            parts = dict(zip((f"{name}.real", f"{name}.imag"), self.complex.leaf(tensor), strict=True))
+        nodes = {}
+        for name, part in parts.items():
+            nodes[name] = Node(self._fresh(name), op, shape=tuple(part.shape), dtype=part.dtype)
+            self.known[id(part)] = (nodes[name], part)
+            self.given[id(part)] = nodes[name]
+        return nodes
+
+    def result(self, tensor: Tensor) -> list[Node]:
+        """What stands for a tensor that the step returns, likewise."""
+        if self.complex is None or not tensor.is_complex():
+            return [self.lookup(tensor)]
+        return [self.lookup(part) for part in self.complex.tensors(tensor)]
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,21 +121,27 @@ class Recorder(TorchDispatchMode):
     def _dispatched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim":  # a question about a tensor, such as its device
             return func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
+        if self._without_gradients():
+            parts = result if isinstance(result, list | tuple) else [result]
+            nodes = [node for part in parts if isinstance(part, Tensor) for node in self.result(part)]
+            if not all(node in self.plain | self.settled for node in nodes):
+                raise Refusal("it switches gradients off (torch.no_grad). Use .detach() on what should have none.")
+        return result
+
+    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = op_name(func)
+        if op in ("index", "index_select"):
+            func, args = self._picked(func, args)
+        if self.complex is not None and self.complex.concerns(func, args, kwargs):
+            return self.complex.run(func, args, kwargs)
         if op == "lift_fresh" and not args[0].dim():  # torch.tensor(0.5)
             with no_dispatch():
                 number = args[0].item()
             return self.take(aten.full.default, (), number, dtype=args[0].dtype, device=args[0].device)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
-        if op in ("index", "index_select"):
-            func, args = self._picked(func, args)
-        result = self._update(func, args, kwargs) if func._schema.is_mutable else self.take(func, *args, **kwargs)
-        if self._without_gradients():
-            parts = result if isinstance(result, list | tuple) else [result]
-            if not all(self.lookup(part) in self.plain | self.settled for part in parts if isinstance(part, Tensor)):
-                raise Refusal("it switches gradients off (torch.no_grad). Use .detach() on what should have none.")
-        return result
+        return self._update(func, args, kwargs) if func._schema.is_mutable else self.take(func, *args, **kwargs)
 
     def _picked(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
         """Indexing by a buffer of whole numbers, as an operation with those numbers; other indexing as it is."""
@@ -236,7 +257,11 @@ class Recorder(TorchDispatchMode):
         if len(changed) != 1 or not isinstance(changed[0], Tensor) or torch.Tag.inplace_view in func.tags:
             raise Refusal(f"it updates a tensor in place by aten.{op}, of which there is no other form.")
         whole = changed[0]
-        while id(whole) in self.views:
+        while True:
+            if self.complex is not None and id(whole) in self.complex.parts and id(whole) not in self.given:
+                raise Refusal(f"it updates a part of complex numbers in place (aten.{op}). Make a new tensor.")
+            if id(whole) not in self.views:
+                break
             whole = self.views[id(whole)].parent
         self.lookup(whole)
         given = self.given.get(id(whole))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from loopfold.states import Step, leaves, rebuild
+from loopfold.states import Step, from_reals, in_reals, leaves
 from loopfold.stepgraph.aten import aten
 from loopfold.stepgraph.graph import Node, Refusal, StepGraph
 from loopfold.stepgraph.ops import ROUNDED
@@ -21,7 +21,7 @@ def settled(record: Callable[..., StepGraph], f: Step, given: Given, ends: bool)
 
     `ends`: sequences end at steps of their own.
     """
-    start = leaves(given.state)
+    start = in_reals(leaves(given.state))
 
     def after(graph: StepGraph) -> list[torch.dtype]:
         """What the next step finds. Where sequences end, `Sequential` puts state(0) in place of what came out."""
@@ -32,7 +32,7 @@ def settled(record: Callable[..., StepGraph], f: Step, given: Given, ends: bool)
     before, later = [leaf.dtype for leaf in start], after(graph)
     if later == before or not {*before, *later} <= {torch.float32, *ROUNDED}:
         return graph, False
-    state = rebuild(given.state, [leaf.detach().to(dtype) for leaf, dtype in zip(start, later, strict=True)])
+    state = from_reals(given.state, [leaf.detach().to(dtype) for leaf, dtype in zip(start, later, strict=True)])
     steady = record(f, given.x, state, given.context)
     apart = not _same_but_for_casts(graph, steady)
     if after(steady) != later or (apart and ends):

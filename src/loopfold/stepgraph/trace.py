@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from loopfold.states import (
     all_leaves,
     asks_for_index,
     gives_output,
+    has_a_gradient,
+    in_reals,
     leaves,
     map_state,
     name_of,
-    rebuild,
     take_step,
     zero_state,
 )
@@ -59,10 +60,16 @@ def step_graph(f: Step, x0: State | None = None, state: State | None = None, con
 
 
 def trace(
-    f: Step, x0: State | None, state: State, context: State | None = None, called: dict[str, str] | None = None
+    f: Step,
+    x0: State | None,
+    state: State,
+    context: State | None = None,
+    called: dict[str, str] | None = None,
+    *,
+    real: bool = True,
 ) -> StepGraph:
     """The graph of a step: what comes out is a state again, which the next step can read."""
-    graph = trace_map(f, x0, state, context, called)
+    graph = trace_map(f, x0, state, context, called, real=real)
     if [o.shape for o in graph.outputs] != [s.shape for s in graph.state]:
         raise Refusal("it returns a state of another structure or size than it was given.")
     for result in graph.results:
@@ -80,39 +87,47 @@ def retrace(f: Step, x0: State | None, state: State, context: State | None = Non
 
 
 def trace_map(
-    f: Step, x0: State | None, state: State, context: State | None = None, called: dict[str, str] | None = None
+    f: Step,
+    x0: State | None,
+    state: State,
+    context: State | None = None,
+    called: dict[str, str] | None = None,
+    *,
+    real: bool = True,
 ) -> StepGraph:
     """Trace `f` at several batch sizes; what differs between the traces, and only that, is the batch size.
 
     What comes out may be of another size than what goes in, as it is for an output layer. `called`, if given, is
     filled with what the step itself calls its values: the name of a node → that of the variable that held it first.
+    `real`: complex numbers are written down as pairs of real ones, and not as the step has them.
     """
     _check_traceable(f)
     given = Given(state, x0, context)
     first, second = _batch_sizes(f, given)
-    one = _record(f, given, first, called)
-    graph = merge(one, _record(f, given, second), first, second)
+    one = _record(f, given, first, called, real)
+    graph = merge(one, _record(f, given, second, real=real), first, second)
     try:
-        merge(one, _record(f, given, 1), first, 1)
+        merge(one, _record(f, given, 1, real=real), first, 1)
     except Refusal:  # torch's own operations take short cuts there, and a step may treat a batch of one in its own way
-        if not _true_of_one(f, graph, given):
+        if not _true_of_one(f, graph, given, real):
             raise
     return graph
 
 
-def _true_of_one(f: Step, graph: StepGraph, given: "Given") -> bool:
+def _true_of_one(f: Step, graph: StepGraph, given: "Given", real: bool) -> bool:
     """Whether the graph gives what `f` gives for one sequence: the first of the batch, and any numbers."""
     one = [None if part is None else map_state(lambda leaf: leaf[:1], part) for part in (*given, given.number(f))]
     random = torch.Generator().manual_seed(0)
 
     def drawn(leaf: Tensor) -> Tensor:
-        return torch.randn(leaf.shape, generator=random).to(leaf) if leaf.is_floating_point() else leaf
+        return torch.randn(leaf.shape, generator=random).to(leaf) if has_a_gradient(leaf) else leaf
 
     any_numbers = [None if part is None else map_state(drawn, part) for part in one]
-    return all(_gives_the_same(f, graph, example) for example in (one, any_numbers))
+    return all(_gives_the_same(f, graph, example, in_reals if real else list) for example in (one, any_numbers))
 
 
-def _gives_the_same(f: Step, graph: StepGraph, example: list[Any]) -> bool:
+def _gives_the_same(f: Step, graph: StepGraph, example: list[Any], parts: Callable[..., list[Tensor]]) -> bool:
+    """`parts` are the tensors of the graph that stand for those of the step."""
     own, device, devices = (
         tensors_of(f),
         leaves(example[0])[0].device,
@@ -122,11 +137,11 @@ def _gives_the_same(f: Step, graph: StepGraph, example: list[Any]) -> bool:
         before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
         try:
             with with_casts(casts(device), device):
-                wanted = leaves(take_step(f, *example))
+                wanted = parts(leaves(take_step(f, *example)))
         except Exception as error:
             raise Refusal(f"it fails where the batch is 1: {str(error).rstrip('.')}.") from None
-        state, x, context, number = map(all_leaves, example)
-        values: dict[Node, Any] = {node: own[name] for name, node in graph.parameters.items()}
+        state, x, context, number = (parts(all_leaves(part)) for part in example)
+        values: dict[Node, Any] = dict(zip(graph.parameters.values(), parts(own.values()), strict=True))
         values |= zip((*graph.state, *graph.x, *graph.context), (*state, *x, *number, *context), strict=True)
         torch.set_rng_state(before[0])  # the graph draws the same numbers, in the same order
         for device, generator in zip(devices, before[1], strict=True):
@@ -209,7 +224,7 @@ class _Stand(TorchFunctionMode):
         return func(*stood(self.fakes, args), **stood(self.fakes, kwargs or {}))
 
 
-def _record(f: Step, given: Given, batch: int, called: dict[str, str] | None = None) -> StepGraph:
+def _record(f: Step, given: Given, batch: int, called: dict[str, str] | None = None, real: bool = True) -> StepGraph:
     """The graph of one call of `f`. Gradients are on, so that torch.no_grad() inside the step is seen."""
     names, iterators, remembers = habits(f)
     if "is_inference_mode_enabled" in names:
@@ -225,10 +240,12 @@ def _record(f: Step, given: Given, batch: int, called: dict[str, str] | None = N
             raise Refusal(f"it fails: {error}") from None
     gradients = torch.is_grad_enabled() if "is_grad_enabled" in names else True
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # in that mode layers are not taken apart
-        return _recorded(f, given, batch, gradients, called)
+        return _recorded(f, given, batch, gradients, called, real)
 
 
-def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[str, str] | None) -> StepGraph:
+def _recorded(
+    f: Step, given: Given, batch: int, gradients: bool, called: dict[str, str] | None, real: bool
+) -> StepGraph:
     fake = FakeTensorMode()
 
     def blank(like: Tensor, *shape: int) -> Tensor:
@@ -241,12 +258,17 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[s
         for part in (*given, given.number(f))
     ]
     fakes = {id(t): blank(t, *t.shape) for t in own.values()}
-    recorder = Recorder(fakes, gradients, own.values(), called)
-    state_names = _state_names(f, state)
-    state_nodes = tuple(recorder.leaf("state", k, leaf) for k, leaf in zip(state_names, leaves(state), strict=True))
-    x_nodes = tuple(recorder.leaf("x", k, leaf) for k, leaf in (*_named("x", x), *_named("t", t)))
-    context_nodes = tuple(recorder.leaf("context", k, leaf) for k, leaf in _named("context", context))
-    parameters = {name: recorder.leaf("parameter", name, fakes[id(t)]) for name, t in own.items()}
+    recorder = Recorder(fakes, gradients, own.values(), called, real)
+
+    def nodes(op: str, named: Iterable[tuple[str, Tensor]]) -> tuple[Node, ...]:
+        return tuple(node for name, tensor in named for node in recorder.leaf(op, name, tensor).values())
+
+    state_nodes = nodes("state", zip(_state_names(f, state), leaves(state), strict=True))
+    x_nodes = nodes("x", (*_named("x", x), *_named("t", t)))
+    context_nodes = nodes("context", _named("context", context))
+    parameters = {
+        k: node for name, t in own.items() for k, node in recorder.leaf("parameter", name, fakes[id(t)]).items()
+    }
     with unchanged(f) as changed, _quiet(), plain_attention(), fake, recorder, watched(recorder), _Stand(fakes):
         try:
             new = take_step(f, state, x, context, t)
@@ -263,8 +285,9 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[s
             raise Refusal(f"it fails on a batch of another size: {str(error).rstrip('.')}.") from None
     if changed:
         raise Refusal(f"it changes {', '.join(dict.fromkeys(changed))} at every step, which a compiled step would not.")
-    found = tuple(recorder.lookup(leaf) for leaf in leaves(new))
-    cut = len(leaves(new[0])) if gives_output(new, state) else 0
+    returned = [recorder.result(leaf) for leaf in leaves(new)]
+    cut = sum(map(len, returned[: len(leaves(new[0]))])) if gives_output(new, state) else 0
+    found = tuple(node for parts in returned for node in parts)
     return StepGraph(
         name_of(f),
         parameters,
@@ -272,7 +295,7 @@ def _recorded(f: Step, given: Given, batch: int, gradients: bool, called: dict[s
         x_nodes,
         tuple(recorder.nodes),
         found[cut:],
-        rebuild(new, [torch.empty(0)] * len(found)),
+        map_state(lambda leaf: torch.empty(0, dtype=torch.cfloat if leaf.is_complex() else None), new),
         context=context_nodes,
         results=found[:cut],
     )

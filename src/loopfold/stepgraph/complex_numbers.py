@@ -1,0 +1,474 @@
+"""Complex numbers in a step: each tensor of them stands for two of real ones, and what is written down is real.
+
+    (a + bi) (c + di) = (ac - bd) + (ad + bc) i
+
+So an engine needs no complex arithmetic. A state, an x or a parameter that is complex is two leaves of the graph.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
+
+from loopfold.stepgraph.aten import MOVING, op_name
+from loopfold.stepgraph.graph import Refusal
+from loopfold.stepgraph.surrogate import SURROGATE
+
+aten = torch.ops.aten
+
+
+class Pair(NamedTuple):
+    """A complex value. Its parts are tensors, or numbers; an imaginary part that is None is 0."""
+
+    re: Any
+    im: Any
+
+
+Rule = Callable[["ComplexNumbers", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Say what torch's operations of these names do with complex numbers: a Pair, several, or a tensor of real ones."""
+
+    def known(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return known
+
+
+class ComplexNumbers:
+    """The complex tensors of a step, and the operations on them; `take` runs a real one and writes it down."""
+
+    def __init__(self, take: Callable[..., Any]) -> None:
+        self.take = take
+        self.known: dict[int, tuple[Pair, Tensor]] = {}  # the tensor is held, so that its id stays its own
+        self.parts: dict[int, Tensor] = {}  # tensors that may share memory with complex ones
+        self.stacked: dict[int, tuple[Pair, Tensor]] = {}  # what view_as_real gave, [..., 2]
+
+    def leaf(self, tensor: Tensor) -> Pair:
+        """Two real tensors, for which a complex one stands from now on."""
+        real = tensor.dtype.to_real()
+        return self._keep(Pair(torch.empty_like(tensor, dtype=real), torch.empty_like(tensor, dtype=real)), tensor)
+
+    def concerns(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation reads or makes complex numbers, or reads the parts of some."""
+        if op_name(func) in ("complex", "polar", "view_as_complex", "_fft_r2c"):
+            return True
+        if op_name(func) == "select" and id(args[0]) in self.stacked:
+            return args[1] % args[0].dim() == args[0].dim() - 1
+        return any(_is_complex(a) for a in tree_leaves((args, kwargs)))
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation gives: complex tensors that stand for what is written down, or real ones."""
+        op = op_name(func)
+        if func._schema.is_mutable:
+            raise Refusal(f"it updates complex numbers in place (aten.{op}). Make a new tensor: z = z * w, not z *= w.")
+        if op not in RULES:
+            raise Refusal(f"aten.{op} of complex numbers has no kernel.")
+        found = RULES[op](self, func, args, kwargs)
+        if isinstance(found, Tensor):
+            return found
+        blank = (aten._conj_physical.default if op == "_conj" else func)(*args, **kwargs)
+        if isinstance(found, Pair):
+            return self._made(found, blank)
+        return type(blank)(self._made(pair, part) for pair, part in zip(found, blank, strict=True))
+
+    def _made(self, pair: Pair, blank: Tensor) -> Tensor:
+        """A complex tensor that stands for a pair: both parts have its shape, and memory of their own."""
+        real = blank.dtype.to_real()
+
+        def part(value: Any) -> Tensor:
+            if not isinstance(value, Tensor):
+                return self.take(aten.full.default, blank.shape, value, dtype=real, device=blank.device)
+            value = value if value.dtype == real else self.take(aten._to_copy.default, value, dtype=real)
+            return value if value.shape == blank.shape else self.take(aten.expand.default, value, blank.shape)
+
+        re = 0.0 if pair.re is None else pair.re
+        self._keep(Pair(part(re), None if pair.im is None else part(pair.im)), blank)
+        return blank
+
+    def _keep(self, pair: Pair, tensor: Tensor) -> Pair:
+        if tensor.dtype not in (torch.complex64, torch.complex128):
+            raise Refusal(f"it computes with {tensor.dtype}; kernels are for complex64 and complex128.")
+        self.known[id(tensor)] = (pair, tensor)
+        self.parts |= {id(part): part for part in pair if part is not None}
+        return pair
+
+    def pair(self, value: Any) -> Pair:
+        """A value as a pair, whatever it is."""
+        if isinstance(value, Tensor) and value.is_complex():
+            if id(value) not in self.known:
+                raise Refusal(
+                    "it reads a complex tensor that is neither its parameter nor its buffer. "
+                    "Register it: self.register_buffer(name, tensor)."
+                )
+            return self.known[id(value)][0]
+        return Pair(value.real, value.imag) if isinstance(value, complex) else Pair(value, None)
+
+    def tensors(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Both parts of a complex tensor."""
+        re, im = self.pair(value)
+        return re, self.take(aten.zeros_like.default, re) if im is None else im
+
+    # ---- real arithmetic, in which None is 0
+
+    def add(self, a: Any, b: Any, alpha: Any = 1) -> Any:
+        if b is None:
+            return a
+        if a is None:
+            return b if alpha == 1 else self.mul(b, alpha)
+        a, b = (b, a) if alpha == 1 and not isinstance(a, Tensor) else (a, b)
+        if not isinstance(a, Tensor):
+            return self.add(self.mul(b, alpha), a) if isinstance(b, Tensor) else a + alpha * b
+        return self.take(aten.add.Tensor, a, b, **({} if alpha == 1 else {"alpha": alpha}))
+
+    def neg(self, a: Any) -> Any:
+        return None if a is None else self.take(aten.neg.default, a) if isinstance(a, Tensor) else -a
+
+    def sub(self, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return a if b is None else self.neg(b)
+        if not isinstance(a, Tensor):
+            return self.add(self.neg(b), a)
+        return self.take(aten.sub.Tensor, a, b)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return None
+        a, b = (a, b) if isinstance(a, Tensor) else (b, a)
+        return self.take(aten.mul.Tensor, a, b) if isinstance(a, Tensor) else a * b
+
+    def div(self, a: Any, b: Any) -> Any:
+        if a is None:
+            return None
+        if not isinstance(a, Tensor) and isinstance(b, Tensor):
+            return self.mul(self.take(aten.reciprocal.default, b), a)
+        return self.take(aten.div.Tensor, a, b) if isinstance(a, Tensor) else a / b
+
+    # ---- complex arithmetic
+
+    def product(self, times: Callable[[Any, Any], Any], a: Pair, b: Pair) -> Pair:
+        """The product of two, where `times` is that of real ones and gives None where one of them is None."""
+        re = self.sub(times(a.re, b.re), times(a.im, b.im))
+        return Pair(re, self.add(times(a.re, b.im), times(a.im, b.re)))
+
+    def sum(self, a: Pair, b: Pair, alpha: Any = 1) -> Pair:
+        if isinstance(alpha, complex):
+            b, alpha = self.product(self.mul, b, self.pair(alpha)), 1
+        return Pair(self.add(a.re, b.re, alpha), self.add(a.im, b.im, alpha))
+
+    def quotient(self, a: Pair, b: Pair) -> Pair:
+        """a / b, with b divided by its larger part, so that no square overflows. That part needs no gradient."""
+        if b.im is None:
+            return Pair(self.div(a.re, b.re), self.div(a.im, b.re))
+        if isinstance(b.im, Tensor):
+            sizes = [self.take(aten.abs.default, self.take(aten.detach.default, part)) for part in b]
+            larger = self.take(aten.maximum.default, *sizes)
+        else:
+            larger = max(abs(b.re), abs(b.im))
+        re, im = self.div(b.re, larger), self.div(b.im, larger)
+        size = self.add(self.mul(re, re), self.mul(im, im))
+        top = self.product(self.mul, a, Pair(re, self.neg(im)))
+        return Pair(*(self.div(self.div(part, size), larger) for part in top))
+
+    def size(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """|z|, or 1 where z is 0; and where it is. At 0 the gradient of |z| is 0, and that of hypot is no number."""
+        re, im = self.tensors(z)
+        zero = self.take(aten.logical_and.default, *(self.take(aten.eq.Scalar, part, 0) for part in (re, im)))
+        return self.take(aten.hypot.default, self.take(aten.masked_fill.Scalar, re, zero, 1), im), zero
+
+    def turned(self, size: Tensor, angle: Tensor) -> Pair:
+        return Pair(
+            self.mul(size, self.take(aten.cos.default, angle)), self.mul(size, self.take(aten.sin.default, angle))
+        )
+
+    def without(self, part: Tensor, zero: Tensor) -> Tensor:
+        """A part with 0, and no gradient, where z is 0."""
+        return self.take(aten.masked_fill.Scalar, part, zero, 0)
+
+
+def _is_complex(a: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.is_complex()
+    return isinstance(a, complex) or (isinstance(a, torch.dtype) and a.is_complex)
+
+
+# ------------------------------------------------------------------ from real ones, and to them
+
+
+@rule("complex")
+def _complex(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return Pair(*(c.take(aten.clone.default, part) for part in args))
+
+
+@rule("polar")
+def _polar(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    """As torch has it, the gradient by a size is as if it were not below 0, and at 0 there is none."""
+    size, angle = args
+    same, sign = c.take(aten.detach.default, size), c.take(aten.sign.default, c.take(aten.detach.default, size))
+    return c.turned(c.take(SURROGATE, same, size, sign), angle)
+
+
+@rule("view_as_complex")
+def _view_as_complex(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return Pair(*(c.take(aten.select.int, args[0], -1, i) for i in range(2)))
+
+
+@rule("view_as_real")
+def _view_as_real(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
+    pair = Pair(*c.tensors(args[0]))
+    both = c.take(aten.stack.default, list(pair), -1)
+    c.stacked[id(both)] = pair, both
+    c.parts[id(both)] = both
+    return both
+
+
+@rule("select")
+def _select(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    if id(args[0]) in c.stacked:  # z.real, z.imag
+        return c.stacked[id(args[0])][0][args[2] % 2]
+    return _both(c, func, args, kwargs)
+
+
+@rule("abs")
+def _abs(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
+    return c.without(*c.size(args[0]))
+
+
+@rule("angle")
+def _angle(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
+    re, im = c.tensors(args[0])
+    _, zero = c.size(args[0])
+    return c.without(c.take(aten.atan2.default, im, c.take(aten.masked_fill.Scalar, re, zero, 1)), zero)
+
+
+@rule("linalg_vector_norm")
+def _norm(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
+    return c.take(func, c.without(*c.size(args[0])), *args[1:], **kwargs)
+
+
+@rule("eq", "ne")
+def _equal(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
+    a, b = map(c.pair, args)
+    same = [c.take(aten.eq.Scalar, c.sub(p, q), 0) for p, q in zip(a, b, strict=True) if (p, q) != (None, None)]
+    both = same[0] if len(same) == 1 else c.take(aten.logical_and.default, *same)
+    return both if op_name(func) == "eq" else c.take(aten.logical_not.default, both)
+
+
+@rule("_to_copy")
+def _to_copy(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    pair, dtype = c.pair(args[0]), kwargs.get("dtype")
+    if dtype is not None and not dtype.is_complex:
+        return c.take(func, pair.re, **kwargs)
+    real = kwargs if dtype is None else kwargs | {"dtype": dtype.to_real()}
+    return Pair(*(None if part is None else c.take(func, part, **real) for part in pair))
+
+
+@rule("scalar_tensor")
+def _scalar(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return c.pair(args[0])
+
+
+@rule("lift_fresh")
+def _number(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    if args[0].dim():
+        return c.pair(args[0])
+    with no_dispatch():
+        return c.pair(args[0].item())
+
+
+# ------------------------------------------------------------------ both parts alike
+
+
+def _both(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What moves numbers, or adds them up, does so to both parts."""
+    alone = sum(isinstance(a, Tensor) and a.is_complex() for a in args) == 1
+    parts = [(c.pair(a) if alone else c.tensors(a)) if _is_complex(a) else (a, a) for a in args]
+    found: list[Any] = [None if each[0] is None else c.take(func, *each, **kwargs) for each in zip(*parts, strict=True)]
+    re, im = found
+    if isinstance(re, Tensor):
+        return Pair(re, im)
+    return [Pair(p, None if im is None else im[i]) for i, p in enumerate(re)]
+
+
+_MOVING = {*MOVING, "clone", "alias", "detach", "index", "index_select", "gather", "embedding"} - {
+    "cat",
+    "stack",
+    "select",
+}
+RULES.update(dict.fromkeys((*_MOVING, "neg", "sum", "mean", "cumsum"), _both))
+
+
+@rule("cat", "stack")
+def _beside(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    parts = zip(*(c.tensors(a) for a in args[0]), strict=True)
+    return Pair(*(c.take(func, list(part), *args[1:], **kwargs) for part in parts))
+
+
+@rule("where")
+def _where(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    condition, *either = args
+    return Pair(*(c.take(func, condition, *parts) for parts in zip(*map(c.tensors, either), strict=True)))
+
+
+@rule("masked_fill")
+def _masked_fill(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    z, mask, value = args
+    pairs = zip(c.tensors(z), (value.real, value.imag), strict=True)
+    return Pair(*(c.take(aten.masked_fill.Scalar, part, mask, number) for part, number in pairs))
+
+
+def _new(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """A tensor that is the same number everywhere."""
+    op, dtype = op_name(func), kwargs.get("dtype")
+    if dtype is not None and not dtype.is_complex:
+        return c.take(func, c.tensors(args[0])[0], *args[1:], **kwargs)
+    if "full" in op:
+        return c.pair(args[2 if op == "new_full" else 1])
+    return Pair(1.0 if "ones" in op else 0.0, None)
+
+
+_KINDS = ("zeros", "ones", "full")
+RULES.update(dict.fromkeys([name.format(kind) for kind in _KINDS for name in ("{}", "{}_like", "new_{}")], _new))
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+@rule("add", "sub", "rsub")
+def _add(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    a, b = map(c.pair, args[:2])
+    alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+    a, b = (b, a) if op_name(func) == "rsub" else (a, b)
+    return c.sum(a, b, alpha if op_name(func) == "add" else -alpha)
+
+
+@rule("mul")
+def _mul(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return c.product(c.mul, *map(c.pair, args))
+
+
+@rule("div")
+def _div(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return c.quotient(*map(c.pair, args[:2]))
+
+
+@rule("reciprocal")
+def _reciprocal(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return c.quotient(Pair(1.0, None), c.pair(args[0]))
+
+
+@rule("addcmul")
+def _addcmul(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    a, *factors = map(c.pair, args[:3])
+    return c.sum(a, c.product(c.mul, *factors), kwargs.get("value", 1))
+
+
+@rule("lerp")
+def _lerp(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    a, b, weight = map(c.pair, args)
+    way = c.sum(b, a, -1)
+    return c.sum(a, c.product(c.mul, weight, way))
+
+
+@rule("pow")
+def _pow(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    z, exponent = args
+    if not (isinstance(exponent, int) and 2 <= exponent <= 8 and isinstance(z, Tensor)):
+        raise Refusal(
+            "aten.pow of complex numbers has a kernel for exponents 2 to 8. Use torch.polar(r ** p, p * angle)."
+        )
+    power = first = c.pair(z)
+    for _ in range(exponent - 1):
+        power = c.product(c.mul, power, first)
+    return power
+
+
+@rule("_conj", "conj_physical", "_conj_physical")
+def _conj(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    z = c.pair(args[0])
+    return Pair(z.re, c.neg(z.im))
+
+
+@rule("exp")
+def _exp(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    re, im = c.tensors(args[0])
+    return c.turned(c.take(aten.exp.default, re), im)
+
+
+@rule("log")
+def _log(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return Pair(c.take(aten.log.default, _abs(c, func, args, kwargs)), _angle(c, func, args, kwargs))
+
+
+@rule("sgn")
+def _sgn(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    size, zero = c.size(args[0])
+    return Pair(*(c.without(c.div(part, size), zero) for part in c.tensors(args[0])))
+
+
+@rule("mm", "bmm", "mv", "dot")
+def _matmul(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    return c.product(_times(c, func), *map(c.pair, args))
+
+
+@rule("addmm", "addmv", "baddbmm")
+def _addmm(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    times = {"addmm": aten.mm.default, "addmv": aten.mv.default, "baddbmm": aten.bmm.default}[op_name(func)]
+    beta, alpha = c.pair(kwargs.get("beta", 1)), kwargs.get("alpha", 1)
+    product = c.product(_times(c, times), *map(c.pair, args[1:3]))
+    return c.sum(c.product(c.mul, c.pair(args[0]), beta), product, alpha)
+
+
+@rule("_fft_c2c")
+def _fft(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    z, dims, scale, forwards = args
+    return _fourier(c, z, dims, scale, z.shape[-1], -1 if forwards else 1)
+
+
+@rule("_fft_r2c")
+def _fft_of_real(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    x, dims, scale, onesided = args
+    return _fourier(c, x, dims, scale, x.shape[-1] // 2 + 1 if onesided else x.shape[-1], -1)
+
+
+@rule("_fft_c2r")
+def _fft_to_real(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
+    """Of a half spectrum: the other half is its mirror image, which makes the sum real."""
+    z, dims, scale, size = args
+    twice = c.take(aten.arange.default, z.shape[-1], dtype=z.dtype.to_real(), device=z.device)
+    ends = c.take(aten.eq.Scalar, c.take(aten.remainder.Scalar, twice, size / 2), 0)
+    weights = c.take(aten.masked_fill.Scalar, c.take(aten.full_like.default, twice, 2.0), ends, 1.0)
+    weighted = c.run(aten.mul.Tensor, (z, weights), {})
+    return _fourier(c, weighted, dims, scale, size, 1, size).re
+
+
+def _fourier(
+    c: ComplexNumbers, z: Tensor, dims: list[int], scale: int, count: int, sign: int, period: int | None = None
+) -> Pair:
+    """Σ z(j) exp(± 2πi jk / n) for the first k, as a product with a matrix. `scale`: as it is, by √n, or by n."""
+    if z.dim() > 2 or [d % z.dim() for d in dims] != [z.dim() - 1]:
+        raise Refusal("a Fourier transform has a kernel for rows [batch, n], along n.")
+    n = period or z.shape[-1]
+    exact = {"dtype": torch.float64, "device": z.device}
+    j, k = (c.take(aten.arange.default, size, **exact) for size in (z.shape[-1], count))
+    turns = c.take(aten.mul.Tensor, c.take(aten.unsqueeze.default, j, 1), c.take(aten.unsqueeze.default, k, 0))
+    angle = c.take(aten.mul.Tensor, c.take(aten.remainder.Scalar, turns, n), sign * 2 * math.pi / n)
+    factor = (1.0, n**-0.5, 1 / n)[scale]
+    both = [c.take(op, angle) for op in (aten.cos.default, aten.sin.default)]
+    matrix = [c.take(aten._to_copy.default, c.mul(part, factor), dtype=z.dtype.to_real()) for part in both]
+    if z.dim() == 2:
+        return c.product(_times(c, aten.mm.default), c.pair(z), Pair(*matrix))
+    turned = Pair(*(c.take(aten.t.default, part) for part in matrix))
+    return c.product(_times(c, aten.mv.default), turned, c.pair(z))
+
+
+def _times(c: ComplexNumbers, func: OpOverload) -> Callable[[Any, Any], Any]:
+    return lambda a, b: None if a is None or b is None else c.take(func, a, b)
