@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch import _C, Tensor
+from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
 
 from loopfold.casts import with_casts
 from loopfold.stepgraph.graph import Node, Refusal
@@ -24,6 +24,8 @@ from loopfold.stepgraph.surrogate import SURROGATE
 _here = threading.local()
 _lock = threading.Lock()
 _traces = 0  # that are under way, in all threads
+_APPLY = _C._FunctionBase.__dict__["apply"]
+_OWNER: Any = Function if Function.__dict__["apply"] is _APPLY else _SingleLevelFunction  # the former from 2.15 on
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
     before = getattr(_here, "recorder", None)
     with _lock:
         _traces += 1
-        _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+        _OWNER.apply = classmethod(_apply)
     _here.recorder = recorder
     try:
         yield
@@ -42,14 +44,14 @@ def watched(recorder: Recorder) -> Iterator[None]:
         with _lock:
             _traces -= 1
             if not _traces:
-                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+                _OWNER.apply = _APPLY
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what `Function.apply` calls, also where a step holds on to `Spike.apply`."""
+    """In place of what `Function.apply` is, or calls; then also where a step holds on to `Spike.apply`."""
     recorder = getattr(_here, "recorder", None)
     if recorder is None:
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return _APPLY.__get__(None, cls)(*args, **kwargs)
     return _recorded(recorder, cls, stood(recorder.fakes, args))
 
 
