@@ -44,7 +44,10 @@ def watched(recorder: Recorder) -> Iterator[None]:
         with _lock:
             _traces -= 1
             if not _traces:
-                _OWNER.apply = _APPLY
+                if _OWNER is Function:
+                    _OWNER.apply = _APPLY
+                else:  # which inherits it
+                    del _OWNER.apply
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
