@@ -163,10 +163,12 @@ def test_other_threads_use_their_functions_meanwhile() -> None:
 
     thread = threading.Thread(target=use)
     thread.start()
-    for _ in range(5):
-        lf.step_graph(Given(STEPS["fast sigmoid"]), torch.zeros(2, 5), torch.zeros(2, 5))
-    stop.set()
-    thread.join()
+    try:
+        for _ in range(5):
+            lf.step_graph(Given(STEPS["fast sigmoid"]), torch.zeros(2, 5), torch.zeros(2, 5))
+    finally:
+        stop.set()
+        thread.join()
     assert not wrong
     assert [vars(o).get("apply") for o in owners] == before
 
