@@ -21,6 +21,7 @@ import loopfold as lf
 
 SYMBOLS = 4
 DELAYS = (5, 10, 20, 40, 80, 160)  # in steps
+BAND = 1e3  # a gradient within so large a factor of what it was has neither vanished nor exploded
 COLOURS = {"tanh": "C0", "ReLU": "C1", "LSTM": "C2", "GRU": "C3"}
 
 
@@ -31,6 +32,15 @@ class Row:
     reach: list[float]  # ‖∂L(t)/∂h(t-d)‖ by distance d, relative to d = 0
     rate: float  # its factor a step
     delays: list[int]  # the longest that was learnt, from each of some starts; 0: none
+
+    @property
+    def fate(self) -> str:
+        return "vanishes" if self.reach[-1] < 1 / BAND else "explodes" if self.reach[-1] > BAND else "stays"
+
+    @property
+    def said(self) -> str:
+        """The fate that is claimed for a ρ."""
+        return "vanishes" if self.radius < 0.99 else "explodes" if self.radius > 1.01 else "stays"
 
     @property
     def delay(self) -> int:
@@ -132,7 +142,7 @@ def picture(result: list[Row], delays: tuple[int, ...] = DELAYS) -> lf.Drawing:
         right.plot(tried.index(row.delay), place, "D", color=COLOURS[kind], ms=7)
     left.set(yscale="log", xlabel="steps back, $d$", xlim=(0, len(result[0].reach) - 1))
     left.set_ylabel(r"$\Vert\,\partial L^{(t)} / \partial h^{(t-d)}\,\Vert$, relative to $d = 0$")
-    left.axhspan(1e-3, 1e3, color="0.5", alpha=0.15, linewidth=0, label="neither vanished nor exploded")
+    left.axhspan(1 / BAND, BAND, color="0.5", alpha=0.15, linewidth=0, label="neither vanished nor exploded")
     right.set(yticks=range(len(result)), ylim=(len(result) - 0.5, -0.5), xlim=(-0.1, len(tried) - 0.5))
     right.set_xlabel(
         f"longest delay learnt, in steps, of those tried\n(dots: {len(result[0].delays)} starts; ◆: median)"
@@ -143,32 +153,42 @@ def picture(result: list[Row], delays: tuple[int, ...] = DELAYS) -> lf.Drawing:
     return lf.Drawing(figure, "How far gradients reach before training, and the longest delay that is learnt")
 
 
-FOUND = """
-Where the gradient does not reach, nothing is learnt: with ρ = 0.5, and in gated cells as torch starts them, 5 or 10
-steps are the end. But ρ is the rate of a linear network alone. With φ it is neither the rate nor a bound: what bounds
-a step is the largest singular value of W, where |φ′| ≤ 1. A tanh that saturates and a ReLU that is silent take their
-share, so ρ = 1 still vanishes, and tanh with ρ = 1.5 does not explode. A gate helps once it is open, not by being
-there. And training moves what was measured before it: tanh with ρ = 1 learns a delay of 40 steps, over which less
-than a hundredth of its gradient was left."""
+def found(result: list[Row]) -> str:
+    last = len(result[0].reach) - 1
+    plain = [row for row in result if row.radius is not None]
+    wrong = [row for row in plain if row.fate != row.said]
+    gated = [row for row in result if row.radius is None]
+    opened, started = ([row for row in gated if ("open" in row.name) == is_open] for is_open in (True, False))
+    left = ", ".join(f"{row.reach[-1]:.1e} for {row.name}" for row in wrong or plain)
+    least, most = min(row.reach[-1] for row in opened), max(row.reach[-1] for row in started)
+    radius = f"in part: not for {', '.join(row.name for row in wrong)}" if wrong else "holds"
+    gates = "holds" if all(row.fate == "stays" for row in started) else "holds once they are open, not by being there"
+    short, long = (
+        ", ".join(str(delay) for delay in sorted(row.delay for row in result if (row.fate == "vanishes") == vanishes))
+        for vanishes in (True, False)
+    )
+    return f"""\
+claim     Gradients vanish where ρ(W) is below 1 and explode where it is above
+holds if  they do so by a factor of {BAND:,.0f} or more, and do not where ρ is 1
+verdict   {radius if len(wrong) < len(plain) else "does not hold here"}
+figures   left after {last} steps: {left}
 
-VERDICTS = [  # claim, verdict, figure: a row each of the table that opens docs/claims.md
-    (
-        "Gradients vanish where ρ(W) is below 1 and explode where it is above",
-        "in part: ρ is the rate of a linear network; with φ it is neither rate nor bound",
-        "left after 59 steps: 1.6e-04 at ρ = 1, 6.0e+00 for tanh at ρ = 1.5, 1.0e+13 for ReLU at ρ = 2",
-    ),
-    (
-        "Gates carry the gradient",
-        "holds once they are open, not by being there",
-        "LSTM as started 3.5e-13, forget gate open 2.8e-01",
-    ),
-]
+claim     Gates carry the gradient
+holds if  what is left is within a factor of {BAND:,.0f} of what it was
+verdict   {gates if all(row.fate == "stays" for row in opened) else "does not hold here"}
+figures   left after {last} steps: at least {least:.1e} where they are open, at most {most:.1e} as started
+
+ρ is the rate of a linear network. With φ it is neither the rate nor a bound: what bounds a step is the largest singular
+value of W, where |φ′| ≤ 1. A tanh that saturates and a ReLU that is silent take their share, so that gradients may
+vanish at ρ = 1, and need not explode above it. Where they vanish, the longest delays learnt are
+{short} steps, elsewhere {long}. Training moves what was measured before it, so the one does
+not bound the other."""
 
 
 def main() -> None:
     torch.set_num_threads(1)  # the tensors are tiny: a second thread would only wait
     result = experiment()
-    print(table(result), FOUND, sep="\n")
+    print(table(result), found(result), sep="\n\n")
     picture(result).save(Path(__file__).parent / "pictures" / "06_gradients.svg")
 
 

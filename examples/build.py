@@ -2,7 +2,6 @@
 
     python examples/build.py             # all of them
     python examples/build.py --only 3    # one of them; the entries of the others stay as they are
-    python examples/build.py --table     # none: the table of verdicts anew, from what the scripts say
 
 Each script runs as a process of its own. The page is written when all have finished, or not at all.
 """
@@ -23,11 +22,13 @@ HEAD = """\
 # The claims, as experiments
 
 What textbooks and lecture notes say of recurrent networks, each claim as a short script that runs: the claim, what came
-out, and a picture of it. `make examples` runs them all and writes this page. "Book" refers to *Deep Learning* by
-Goodfellow, Bengio and Courville (2016), chapter 10.
+out, and a picture of it. `make examples` runs them all and writes this page. Before each verdict stands what must come
+out for the claim to hold; verdicts and figures are those of the run. "Book" refers to *Deep Learning* by Goodfellow,
+Bengio and Courville (2016), chapter 10.
 
 ## The verdicts
 """
+VERDICT = re.compile(r"^claim +(.+)\nholds if +.+\nverdict +(.+)\nfigures +(.+)$", re.MULTILINE)
 
 
 def entry(script: Path) -> str:
@@ -67,15 +68,13 @@ The code is [examples/{script.name}](../examples/{script.name}); it ran for {sec
 """
 
 
-def table(scripts: dict[int, Path], pages: dict[int, str]) -> str:
-    """The verdicts of all scripts, a row for each claim, and the contents of the page."""
+def table(pages: dict[int, str]) -> str:
+    """The verdicts of all sections, a row for each claim, and the contents of the page."""
     rows, contents = ["| claim | verdict | what was measured | |", "|---|---|---|---|"], []
     for number, text in sorted(pages.items()):
         title = text.partition("\n")[0].removeprefix("## ")
         anchor = "#" + re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).lower())
-        tree = ast.parse(scripts[number].read_text(encoding="utf-8"))
-        said = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-        verdicts = [[cell.replace("|", "\\|") for cell in row] for row in ast.literal_eval(said["VERDICTS"])]
+        verdicts = [[cell.replace("|", "\\|") for cell in row] for row in VERDICT.findall(text)]
         rows += [f"| {' | '.join(row)} | [{number}]({anchor}) |" for row in verdicts]
         contents.append(f"{number}. [{title.partition(' ')[2]}]({anchor})")
     return "\n".join([*rows, "", *contents, ""])
@@ -90,17 +89,15 @@ def entries(page: str) -> dict[int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the examples and write docs/claims.md.")
     parser.add_argument("--only", type=int, metavar="N", help="run example N alone, and keep the other entries")
-    parser.add_argument("--table", action="store_true", help="run none, and keep all entries")
-    arguments = parser.parse_args()
-    only = 0 if arguments.table else arguments.only
+    only = parser.parse_args().only
     scripts = {int(script.name[:2]): script for script in sorted(HERE.glob("[0-9][0-9]_*.py"))}
-    if only not in (None, 0, *scripts):
+    if only not in (None, *scripts):
         parser.error(f"there is no example {only}; there are {', '.join(map(str, scripts))}.")
     new = {number: entry(script) for number, script in scripts.items() if only in (None, number)}
     old = entries(PAGE.read_text(encoding="utf-8")) if only is not None and PAGE.exists() else {}
     kept = {number: old[number] for number in scripts if number in old}
     pages = dict(sorted((kept | new).items()))
-    PAGE.write_text("\n".join([HEAD, table(scripts, pages), *pages.values()]), encoding="utf-8")
+    PAGE.write_text("\n".join([HEAD, table(pages), *pages.values()]), encoding="utf-8")
     print(f"wrote {os.path.relpath(PAGE)}")
 
 
