@@ -7,7 +7,8 @@ the states and compute the others again, memory for time; and to begin in many p
 
 Both are measured here against τ, and the slope of a straight line through the points on log-log axes is their order: 1
 for O(τ). A last column lays the same number of steps side by side, as many short sequences instead of a few long ones:
-the arithmetic is the same, the chain is not.
+the arithmetic is the same, the chain is not. Time is that of the one processor that is used, and what it does meanwhile
+for other programs is not in it.
 
 Memory is what autograd keeps between forward and backward: the bytes of all tensors that the graph saved, each storage
 once, without parameters, inputs and targets. torch's allocator reports the same number. The graph's own nodes, which
@@ -89,11 +90,11 @@ class Task:
 
     def seconds(self) -> tuple[float, float]:
         gc.disable()  # Python's collector looks through every tensor alive, again and again: that is not our O(τ)
-        start = time.perf_counter()
+        start = time.process_time()
         loss = self.loss()
-        middle = time.perf_counter()
+        middle = time.process_time()
         loss.backward()
-        end = time.perf_counter()
+        end = time.process_time()
         gc.enable()
         return middle - start, end - middle
 
@@ -129,12 +130,12 @@ def long(taus: tuple[int, ...], n: int, rounds: int = 3) -> list[Long]:
             x = torch.randn(tau, 1, 8)
 
             def both_ways(x: Tensor = x) -> float:
-                start = time.perf_counter()
+                start = time.process_time()
                 model(x).sum().backward()
-                return time.perf_counter() - start
+                return time.process_time() - start
 
             row.seconds.append(min(both_ways() for _ in range(rounds)))
-            row.peak.append(peak(both_ways))
+            row.peak.append(min(peak(both_ways) for _ in range(rounds)))  # a run that checks itself keeps more
         rows.append(row)
     return rows
 
@@ -163,8 +164,8 @@ def experiment(
         for each in (*tasks, wide):
             each.seconds()  # compiles what is to be compiled
         times: list[list[tuple[float, float]]] = []
-        end = time.perf_counter() + seconds
-        while len(times) < 3 or time.perf_counter() < end:
+        end = time.process_time() + seconds
+        while len(times) < 3 or time.process_time() < end:
             times.append([each.seconds() for each in (*tasks, wide)])
         # The least of all rounds: whatever else the machine does can only add to it.
         forward, backward = ([min(t[way] for t in turn) for turn in zip(*times, strict=True)] for way in (0, 1))
