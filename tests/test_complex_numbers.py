@@ -210,6 +210,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "lerp": lambda z, x, f: torch.lerp(z, f.w.expand_as(z), torch.tensor(0.3 + 0j)) + x,
     "addcmul": lambda z, x, f: torch.addcmul(x.to(z.dtype), z, f.w, value=0.3),
     "equal": lambda z, x, f: z * 0.5 + (z != z.conj()).to(x.dtype) * x,
+    "equal to a number": lambda z, x, f: z * 0.5 + ((0 * z == 0j) & (x != 1j)).to(x.dtype) * x,
+    "equal at ∞": lambda z, x, f: z * 0.5 + (torch.log(0 * z.abs()) + 0j == torch.complex(0 * x - torch.inf, 0 * x)) * x,
     "detach": lambda z, x, f: z * 0.5 + z.detach() * 0.1 + x.to(z.dtype).clone(),
     "a permutation": lambda z, x, f: z[:, f.order] * 0.5 + f.w[f.order] + x,
     "a table": lambda z, x, f: z * 0.5 + f.M[(x[:, 0] > 0).long()] + x,

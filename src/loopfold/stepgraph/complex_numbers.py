@@ -256,9 +256,10 @@ def _norm(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor
 
 @rule("eq", "ne")
 def _equal(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
-    a, b = map(c.pair, args)
-    same = [c.take(aten.eq.Scalar, c.sub(p, q), 0) for p, q in zip(a, b, strict=True) if (p, q) != (None, None)]
-    both = same[0] if len(same) == 1 else c.take(aten.logical_and.default, *same)
+    def same(p: Tensor, q: Any) -> Tensor:
+        return c.take(aten.eq.Tensor if isinstance(q, Tensor) else aten.eq.Scalar, p, 0 if q is None else q)
+
+    both = c.take(aten.logical_and.default, *map(same, c.tensors(args[0]), c.pair(args[1])))
     return both if op_name(func) == "eq" else c.take(aten.logical_not.default, both)
 
 
