@@ -196,6 +196,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "addmm": lambda z, x, f: torch.addmm(f.w, z, f.M, beta=0.5, alpha=0.3j) + x,
     "outer": lambda z, x, f: (z[:, :, None] * z.conj()[:, None, :]).sum(-1) * 0.1 + x,
     "real and imag": lambda z, x, f: torch.complex(z.imag + x, 0.5 * z.real) * 0.7,
+    "real of a new one, twice": lambda z, x, f: z * 0.5 + ((w := torch.complex(x, x)).real + w.real) * x,
+    "real twice": lambda z, x, f: 0.3 * z * (z.real + z.real) + (v := f.w * z).real * v.real + x,
     "views": lambda z, x, f: torch.view_as_complex(torch.view_as_real(z).flip(-1).contiguous() * 0.5) + x,
     "moves": lambda z, x, f: torch.cat([z[:, 2:], z[:, :2]], 1).flip(1).roll(1, 1) * 0.5 + x,
     "cat with real ones": lambda z, x, f: 0.5 * torch.cat([z[:, 2:], x[:, :2].to(z.dtype)], 1),
@@ -211,7 +213,9 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "addcmul": lambda z, x, f: torch.addcmul(x.to(z.dtype), z, f.w, value=0.3),
     "equal": lambda z, x, f: z * 0.5 + (z != z.conj()).to(x.dtype) * x,
     "equal to a number": lambda z, x, f: z * 0.5 + ((0 * z == 0j) & (x != 1j)).to(x.dtype) * x,
-    "equal at ∞": lambda z, x, f: z * 0.5 + (torch.log(0 * z.abs()) + 0j == torch.complex(0 * x - torch.inf, 0 * x)) * x,
+    "equal at ∞": lambda z, x, f: (
+        z * 0.5 + (torch.log(0 * z.abs()) + 0j == torch.complex(0 * x - torch.inf, 0 * x)) * x
+    ),
     "detach": lambda z, x, f: z * 0.5 + z.detach() * 0.1 + x.to(z.dtype).clone(),
     "a permutation": lambda z, x, f: z[:, f.order] * 0.5 + f.w[f.order] + x,
     "a table": lambda z, x, f: z * 0.5 + f.M[(x[:, 0] > 0).long()] + x,
@@ -248,6 +252,13 @@ def test_random_steps_of_complex_numbers(seed: int) -> None:
     truth = everything(f, x, lf.Sequential())
     for engine in (lf.FusedCPU(), lf.Looped()):
         assert max(errors(everything(f, x, engine), truth).values()) < 1e-10
+
+
+def test_angles_of_zeros_are_those_of_their_signs() -> None:
+    f, zero = Given(lambda z, x, f: torch.complex(x.angle(), 0 * x.real)), torch.tensor([0.0, -0.0])
+    x = torch.complex(*torch.meshgrid(zero, zero, indexing="ij")).view(1, 1, 4)
+    for engine in (lf.FusedCPU(), lf.Looped()):
+        assert torch.equal(lf.unfold(f, x, engine=engine).states.real[0], x[0].angle())
 
 
 def test_at_zero_gradients_are_those_of_torch() -> None:

@@ -233,7 +233,9 @@ def _view_as_real(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -
 @rule("select")
 def _select(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
     if id(args[0]) in c.stacked:  # z.real, z.imag
-        return c.stacked[id(args[0])][0][args[2] % 2]
+        part = c.take(aten.alias.default, c.stacked[id(args[0])][0][args[2] % 2])
+        c.parts[id(part)] = part
+        return part
     return _both(c, func, args, kwargs)
 
 
@@ -244,9 +246,11 @@ def _abs(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
 
 @rule("angle")
 def _angle(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
-    re, im = c.tensors(args[0])
-    _, zero = c.size(args[0])
-    return c.without(c.take(aten.atan2.default, im, c.take(aten.masked_fill.Scalar, re, zero, 1)), zero)
+    """0 and ±π at 0, by the signs of both zeros, and no gradient there."""
+    (re, im), (_, zero) = c.tensors(args[0]), c.size(args[0])
+    at_zero = c.take(aten.detach.default, c.take(aten.atan2.default, im, re))
+    elsewhere = c.take(aten.atan2.default, im, c.take(aten.masked_fill.Scalar, re, zero, 1))
+    return c.take(aten.where.self, zero, at_zero, elsewhere)
 
 
 @rule("linalg_vector_norm")
