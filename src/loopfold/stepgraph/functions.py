@@ -26,6 +26,7 @@ _lock = threading.Lock()
 _traces = 0  # that are under way, in all threads
 _APPLY = _C._FunctionBase.__dict__["apply"]
 _OWNER: Any = Function if Function.__dict__["apply"] is _APPLY else _SingleLevelFunction  # the former from 2.15 on
+_INHERITED = "apply" not in vars(_OWNER)
 
 
 @contextmanager
@@ -44,10 +45,10 @@ def watched(recorder: Recorder) -> Iterator[None]:
         with _lock:
             _traces -= 1
             if not _traces:
-                if _OWNER is Function:
-                    _OWNER.apply = _APPLY
-                else:  # which inherits it
+                if _INHERITED:
                     del _OWNER.apply
+                else:
+                    _OWNER.apply = _APPLY
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
