@@ -23,7 +23,7 @@ from loopfold import cli
 from loopfold.text.corpus import python_docs
 from loopfold.text.overlap import BLOCK, share_in
 from loopfold.text.streams import Streams
-from loopfold.training import loop, watching
+from loopfold.training import guards, loop, watching
 from loopfold.training.effects import EFFECT
 from loopfold.training.folder import RunFolder
 from loopfold.training.job import New
@@ -188,6 +188,8 @@ def test_a_terminal_has_a_bar_and_no_lines_between(text: Path, tmp_path: Path) -
     assert done.wait(60) == 0
     assert "━" in said.decode()
     assert "tokens/s  left" in said.decode()
+    assert " starting  left" in said.decode()
+    assert "nan" not in said.decode()
     assert "step 28 of" not in said.decode()
 
 
@@ -250,6 +252,46 @@ def test_a_signal_names_the_command_that_goes_on(text: Path, tmp_path: Path) -> 
         f"Go on with: loopfold train --resume '{path}'\n"
     )
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("evaluate_every", [1, 10**6])
+def test_a_terminal_that_is_closed_saves_and_stops(evaluate_every: int, text: Path, tmp_path: Path) -> None:
+    """The signal comes from the system, and nothing can be written on that terminal any more."""
+    pty = pytest.importorskip("pty")
+    code = (
+        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from loopfold import cli; "
+        "sys.argv[0] = 'loopfold'; cli.main()"
+    )
+    flags = ["--out", str(tmp_path / "run"), *SIZES, "--epochs", "999", "--save-every", "1e6"]
+    flags += ["--evaluate-every", str(evaluate_every)]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", str(text), *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said = b""
+    while said.count(b"tokens/s") < 3:
+        said += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(60) == 128 + signal.SIGHUP
+    assert RunFolder(tmp_path / "run").step()
+    assert open_run(tmp_path / "run").standing.unfinished
+
+
+def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> None:
+    """Which has SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with guards.Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupts.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_cell_that_is_not_compiled_is_told_once(text: Path, tmp_path: Path) -> None:

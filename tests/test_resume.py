@@ -269,7 +269,9 @@ def cut() -> None:
     raise Cut
 
 
-@pytest.mark.parametrize(("number", "optimiser"), [(signal.SIGINT, "adamw"), (signal.SIGTERM, "sgd")])
+@pytest.mark.parametrize(
+    ("number", "optimiser"), [(signal.SIGINT, "adamw"), (signal.SIGTERM, "sgd"), (signal.SIGHUP, "sgd")]
+)
 def test_a_signal_saves_and_stops(
     number: signal.Signals,
     optimiser: str,
@@ -280,7 +282,7 @@ def test_a_signal_saves_and_stops(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """At the end of the step in which it came. The exit code is the shell's for that signal."""
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     path = tmp_path / "run"
     flags = ["train", "--out", str(path), *flags_of(options_of(text, optimiser))]
     with monkeypatch.context() as context:
@@ -292,7 +294,7 @@ def test_a_signal_saves_and_stops(
     said = f"loopfold: stopped at step 31 of 72; everything is saved in {path}. Go on with: loopfold train --resume"
     assert capsys.readouterr() == ("", f"{said} {path}\n")
     assert RunFolder.open(path).checkpoint["step"] == 31
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
     resume(path, save_every=NEVER)
     assert bits(path) == reference[optimiser]
 

@@ -1,5 +1,6 @@
 """What must hold while a run trains, and what to say if it does not; signals."""
 
+import errno
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,15 +111,23 @@ class Stopped(Exception):
         self.signal, self.path = number, path
 
 
+HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # the terminal was closed; Windows has no signal for it
+
+
 class Interrupts:
-    """While open, SIGINT and SIGTERM are noted, for the loop to stop at a good moment; a second SIGINT is obeyed."""
+    """While open, the signals that ask for an end are noted, for the loop to stop at a good moment.
+
+    A second SIGINT is obeyed.
+    """
 
     def __init__(self) -> None:
         self.number = 0
 
     def __enter__(self) -> "Interrupts":
         self._before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in {signal.SIGINT, signal.SIGTERM, HANGUP}:
+            if number == HANGUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # under nohup
             try:
                 self._before[number] = signal.signal(number, self._note)
             except ValueError:  # not the main thread: signals are someone else's
@@ -137,6 +146,10 @@ class Interrupts:
             yield
         except BrokenPipeError:
             self.number = self.number or getattr(signal, "SIGPIPE", signal.SIGTERM)
+        except OSError as error:
+            if error.errno != errno.EIO:  # which a terminal that was closed gives
+                raise
+            self.number = self.number or HANGUP
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

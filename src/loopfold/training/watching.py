@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -132,7 +132,7 @@ class Terminal(Watcher):
             TextColumn(name),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s  left"),
+            TextColumn("{task.fields[said]}  left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[curve]}"),
             console=self.console,
@@ -148,9 +148,7 @@ class Terminal(Watcher):
         self.unseen: list[float] = []  # losses of the steps since the last line, where nothing is evaluated
         if self.live:
             self.progress.start()
-        self.task = self.progress.add_task(
-            "", total=plan.steps, completed=plan.begin, loss=math.nan, speed=0.0, curve=""
-        )
+        self.task = self.progress.add_task("", total=plan.steps, completed=plan.begin, said="starting", curve="")
         notes = [f"note: {note}" for note in plan.notes] if self.name == "training" else []  # of a baseline: again
         for line in (str(plan), *notes, f"run folder {plan.path}"):
             self._print(line)
@@ -168,7 +166,7 @@ class Terminal(Watcher):
         mean = sum(self.losses) / len(self.losses)
         speed = self.plan.tokens_per_step * (step - self.at) / max(seconds, 1e-9)
         if self.live:
-            self.progress.update(self.task, completed=step, loss=mean, speed=speed)
+            self.progress.update(self.task, completed=step, said=f"loss {mean:.3f}  {speed:,.0f} tokens/s")
         else:
             left = (self.plan.steps - step) * (now - self.begun) / (step - self.plan.begin)
             name = "" if self.name == "training" else f"{self.name}: "
@@ -209,7 +207,8 @@ class Terminal(Watcher):
 
     def __exit__(self, *_: object) -> None:
         if self.progress.live.is_started:
-            self.progress.stop()
+            with suppress(OSError):  # a terminal that was closed
+                self.progress.stop()
 
 
 def shown_epoch(epoch: float) -> str:
