@@ -434,12 +434,13 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "no numbers": (("train", "text.txt", *NEW, "--split", "most"), "--split needs shares .*; got 'most'"),
     "no training": (("train", "text.txt", *NEW, "--split", "0/1/1"), "the first above 0, such as 90, 5, 5"),
-    "a size of 0": (("train", "text.txt", *NEW, "--hidden-size", 0), "--hidden-size must be at least 1; got 0"),
+    "a size of 0": (("train", "text.txt", *NEW, "--hidden-size", 0), "--hidden-size must be from 1 to 1048576; got 0"),
     "a rate that is no number": (
         ("train", "text.txt", *NEW, "--learning-rate", "nan"),
-        "--learning-rate must be above",
+        "--learning-rate needs a finite number; got 'nan'",
     ),
-    "a seed too large": (("train", "text.txt", *NEW, "--seed", 2**64), "--seed must be from 0 to"),
+    "a seed too large": (("train", "text.txt", *NEW, "--seed", 2**64), "--seed needs a number that fits in 64 bits"),
+    "a seed below 0": (("train", "text.txt", *NEW, "--seed", -1), "--seed must be from 0 to"),
     "tied one-hot vectors": (
         ("train", "text.txt", *NEW, "--tied", "--one-hot"),
         "to tie the readout to: use --no-one-hot or --no-tied.",

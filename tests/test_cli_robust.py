@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import inspect
 import json
 import lzma
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -120,13 +121,57 @@ MISTYPED: dict[str, tuple[list[object], str]] = {
     "run for a text": (["train", "run", *TINY], "run is the folder of a run and holds no text: name a file"),
     "run for another text": (["evaluate", "run", "run"], "run is the folder of a run and holds no text"),
     "no such device": (["evaluate", "run", "--device", "gpu"], r"'gpu' cannot be used: there is no such device\. Use"),
-    "too large a model": (["train", "text.txt", "--hidden-size", 10**10], "not enough memory for this: choose a sm"),
+    "a device of another build": (
+        ["evaluate", "run", "--device", "xla"],
+        "'xla' cannot be used: this PyTorch was built without it. Use --device cpu",
+    ),
+    "too many layers": (["train", "text.txt", "--layers", 10**5], "--layers must be from 1 to 1000; got 100000"),
+    "too many subwords": (
+        ["train", "text.txt", "--unit", "subwords", "--vocabulary-size", 99999999999],
+        "--vocabulary-size of 256 or more, .* and at most 16777216; got 99999999999",
+    ),
+    "too fast a fall": (["train", "text.txt", "--optimiser", "sgd", "--momentum", 1], "--momentum must be from 0 up"),
+    "more than 64 bits": (
+        ["evaluate", "run", "--window", 1 << 63],
+        "--window needs a number that fits in 64 bits; got",
+    ),
+    "an infinite number": (
+        ["train", "text.txt", "--save-every", "inf"],
+        "--save-every needs a finite number; got 'inf'",
+    ),
+    "far too large a power": (["train", "text.txt", "--streams", "1e300"], r"needs a whole number; got '1e300'\.\n"),
+    "too sharp a cache": (["evaluate", "run", "--cache", "--cache-sharpness", "1e38"], "a number of at most 1000000"),
+    "too long an n-gram": (["evaluate", "run", "--mix-ngram", "--ngram-order", 2000], "--ngram-order .* at most 100;"),
+    "too cold": (
+        ["generate", "run", "--temperature", "1e-9"],
+        r"--temperature must be a finite number of at least 1e-6; got 1e-09\. For the likeliest, type --greedy\.\n",
+    ),
+    "no possible size": (["train", "text.txt", "--hidden-size", 10**10], "--hidden-size must be from 1 to 1048576"),
 }
 
 
 @pytest.mark.parametrize("name", MISTYPED)
 def test_what_is_typed_wrong_is_one_sentence(name: str, here: Path) -> None:
     refused(MISTYPED[name][1], *MISTYPED[name][0])
+
+
+def test_no_number_that_is_none_is_let_through() -> None:
+    """Every flag of every command that takes a number."""
+    tried = 0
+    for command in cli.app.registered_commands:
+        name = command.name or getattr(command.callback, "__name__", "")
+        for parameter in inspect.signature(command.callback or print).parameters.values():
+            kind = get_args(parameter.annotation)[0]
+            if {int, float} & {kind, *get_args(kind)} and kind is not bool:
+                tried += 1
+                flag = cli.base.flag(parameter.name)
+                whole = float not in {kind, *get_args(kind)}
+                for value in ("nan", "inf", "-inf", "", "x", *([str(1 << 64)] if whole else [])):
+                    code, out, err = said_by(name, "none", flag, value)
+                    assert (code, out) == (2, "")
+                    said = rf"loopfold: {flag} needs a .*; got {value!r}\.\n"
+                    assert re.fullmatch(said, err), (name, flag, value, err)
+    assert tried >= 50
 
 
 def test_the_command_alone_shows_its_help() -> None:
@@ -607,7 +652,7 @@ def test_a_start_that_the_cell_does_not_have_is_refused(here: Path) -> None:
     refused("--forget-bias has no effect here: only a recur", *new, "--model", "window", "--forget-bias", 1)
     refused("--output-dropout has no effect here: a window", *new, "--model", "window", "--output-dropout", 0.3)
     refused("no recurrent_init 'ortho'; choose from uniform", *new, "--recurrent-init", "ortho")
-    refused("--forget-bias must be from -1e6 to 1e6", *new, "--cell", "lstm", "--forget-bias", "nan")
+    refused("--forget-bias must be from -1e6 to 1e6", *new, "--cell", "lstm", "--forget-bias", "1e7")
     assert said_by(*new, "--cell", "own.py:Own", "--forget-bias", 3)[0] == 0
     cell = next(part for part in open_run("new").model.modules() if isinstance(part, lf.LSTM))
     assert float(cell.b[4:8].detach().min()) > 2.5

@@ -242,10 +242,13 @@ def test_rows_are_narrowed_each_by_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.0}, r"temperature must be above 0; got 0.0. For the likeliest, type Greedy\(\)"),
-        ({"temperature": -1.0}, "temperature must be above 0; got -1.0"),
-        ({"temperature": math.nan}, "temperature must be above 0; got nan"),
-        ({"temperature": math.inf}, "temperature must be above 0; got inf"),
+        (
+            {"temperature": 0.0},
+            r"temperature must be a finite number of at least 1e-6; got 0.0. For the likeliest, type Greedy\(\)",
+        ),
+        ({"temperature": -1.0}, "temperature must be a finite number of at least 1e-6; got -1.0"),
+        ({"temperature": math.nan}, "temperature must be a finite number of at least 1e-6; got nan"),
+        ({"temperature": math.inf}, "temperature must be a finite number of at least 1e-6; got inf"),
         ({"top_k": 0}, "top_k as a whole number of at least 1; got 0"),
         ({"top_k": 1.5}, "top_k as a whole number of at least 1; got 1.5"),
         ({"top_p": 0.0}, "top_p is a probability above 0 and up to 1; got 0.0"),

@@ -210,13 +210,28 @@ def test_what_is_no_file_of_tensors(kind: str, raw: bytes, run: Path, tmp_path: 
         lf.resume(path)
 
 
-@pytest.mark.parametrize("sizes", [{"hidden_size": 1 << 40}, {"layers": 1 << 40}, {"hidden_size": 50_000}], ids=str)
-def test_sizes_that_the_weights_do_not_have_take_no_memory(sizes: dict[str, int], run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"hidden_size": 1 << 40},
+            r"config.json is damaged: hidden_size must be from 1 to 1048576; got 1099511627776\.$",
+        ),
+        ({"layers": 1 << 40}, r"config.json is damaged: layers must be from 1 to 1000; got 1099511627776\.$"),
+        ({"hidden_size": 1 << 20}, r"safetensors does not fit the model of config.json\.$"),
+        ({"layers": 1000}, r"safetensors does not fit the model of config.json\.$"),
+        ({"hidden_size": 50_000}, r"safetensors does not fit the model of config.json\.$"),
+    ],
+    ids=str,
+)
+def test_sizes_that_the_weights_do_not_have_take_no_memory(
+    sizes: dict[str, int], message: str, run: Path, tmp_path: Path
+) -> None:
     path = Path(shutil.copytree(run, tmp_path / "run"))
     config = read(path, "config.json")
     config["options"] |= sizes
     put(path, "config.json", config)
-    with pytest.raises(RunError, match=r"safetensors does not fit the model of config.json\.$"):
+    with pytest.raises(RunError, match=message):
         open_run(path)
 
 

@@ -541,7 +541,7 @@ def test_sizes_say_how_many_layers_there_are(noted: tuple[lf.Run, Noting], tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": (4, 0)}, "hidden_size must be at least 1; got 0"),
+        ({"hidden_size": (4, 0)}, "hidden_size must be from 1 to 1048576; got 0"),
         ({"hidden_size": ()}, "hidden_size needs a size for each layer; got none"),
         ({"hidden_size": (4, "x")}, "hidden_size must be a whole number or whole numbers; got"),
         ({"hidden_size": (4, 3), "layers": 3}, "hidden_size has 2 sizes, one for each layer: leave out layers"),
@@ -625,7 +625,7 @@ def test_that_nothing_was_averaged_is_said(more: str, said: str | None, text: Pa
         ("--hidden-size 8-", "--hidden-size needs a whole number; got '8-'"),
         ("--hidden-size 12,10,8", "got '12,10,8'. Sizes by layer are typed as 12-10-8"),
         ("--hidden-size 1,150", "got '1,150'. Did you mean 1150"),
-        ("--hidden-size -8", "--hidden-size must be at least 1; got -8"),
+        ("--hidden-size -8", "--hidden-size must be from 1 to 1048576; got -8"),
         ("--layers 2", "--layers has no effect here: sizes by layer say how many"),
         ("--window 3 --vary-window", "--vary-window has no effect here: of a window of less than 4 steps"),
         ("--schedule plateau --split 90/0/10", "--schedule has no effect here: there is no valid text to watch"),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from loopfold.errors import Argument, OptionError
+from loopfold.errors import Argument, OptionError, Spelt
 from loopfold.outputs import Classes, Outputs, gumbel, uniform
 from loopfold.states import State, map_state, whole_number
 
@@ -83,7 +83,9 @@ class Sample(Pick):
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise TypeError(f"generator is a torch.Generator; got {self.generator!r}. Type Sample(temperature=...).")
         if not 1e-6 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be above 0; got {self.temperature}. For the likeliest, type Greedy().")
+            likeliest = Spelt("type Greedy().", ("type ", Argument("greedy", True), "."))
+            wrong = f" must be a finite number of at least 1e-6; got {self.temperature}. For the likeliest, "
+            raise OptionError(Argument("temperature"), wrong, likeliest)
         if self.top_k is not None:
             whole_number("Sample", "top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:

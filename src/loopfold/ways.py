@@ -192,7 +192,7 @@ class NeuralCache(Way):
     def __post_init__(self) -> None:
         whole_number("NeuralCache", "size", self.size)
         _number("NeuralCache", "weight", self.weight, 1.0)
-        _number("NeuralCache", "sharpness", self.sharpness)
+        _number("NeuralCache", "sharpness", self.sharpness, 1e6)
         _check_over(self)
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from loopfold.cli.usage import usage
+from loopfold.cli.usage import NOT_FINITE, TOO_LONG, usage
 from loopfold.errors import Argument, Mendable, Spelt
 from loopfold.training.options import Options
 
@@ -35,6 +36,18 @@ def _flags_alone(parameters: list[Any]) -> list[Any]:
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_alone(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Every number is finite, and fits in 64 bits."""
+        rest = super().parse_args(ctx, args)
+        known: list[Any] = self.params
+        for parameter in known:
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(NOT_FINITE, ctx, parameter)
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise typer.BadParameter(TOO_LONG, ctx, parameter)
+        return rest
 
 
 class _Group(TyperGroup):

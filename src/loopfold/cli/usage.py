@@ -7,8 +7,12 @@ from typing import Any
 
 import typer
 
-# What typer says of a value, and what was needed.
+NOT_FINITE, TOO_LONG = "not finite", "too long"  # what our own check says, beside those of typer
+
+# What is said of a value, and what was needed.
 NEEDED = {
+    NOT_FINITE: "a finite number",
+    TOO_LONG: "a number that fits in 64 bits",
     r"valid string": "text in UTF-8",
     r"valid number": "a number",
     r"valid integer": "a whole number",
@@ -70,6 +74,6 @@ def _meant(value: str, whole: bool) -> str:
             guess = float(value.replace(",", ".") if value.count(",") == 1 else value.replace(",", ""))
         elif whole and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             guess = int(value.replace(",", ""))
-        elif whole and float(value).is_integer():
+        elif whole and float(value).is_integer() and abs(float(value)) < 1 << 53:
             guess = int(float(value))
     return "" if guess is None or str(guess) == value else f" Did you mean {guess}?"

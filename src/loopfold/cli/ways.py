@@ -52,12 +52,16 @@ WeightOption = Annotated[
 ]
 SharpnessOption = Annotated[
     float | None,
-    typer.Option(min=0.0, help="How much likeness counts in the cache; tuned by default.", rich_help_panel=PANEL),
+    typer.Option(
+        min=0.0, max=1e6, help="How much likeness counts in the cache; tuned by default.", rich_help_panel=PANEL
+    ),
 ]
 MixOption = Annotated[
     bool, typer.Option("--mix-ngram", help="Mix in an n-gram of the training text.", rich_help_panel=PANEL)
 ]
-OrderOption = Annotated[int | None, typer.Option(min=0, help="n of the n-gram; 5 by default.", rich_help_panel=PANEL)]
+OrderOption = Annotated[
+    int | None, typer.Option(min=0, max=100, help="n of the n-gram; 5 by default.", rich_help_panel=PANEL)
+]
 ShareOption = Annotated[
     float | None,
     typer.Option(min=0.0, max=1.0, help="The share of the n-gram; tuned by default.", rich_help_panel=PANEL),

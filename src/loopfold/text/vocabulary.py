@@ -330,6 +330,7 @@ class Bytes(OfBytes):
             yield Encoded(ids, len(piece), len(ids), 0)
 
 
+MOST_SUBWORDS = 1 << 24  # the library makes room for all of them at once, and aborts where that is not there
 _THOUSAND = re.compile(r"(?s).{1,1000}(?=\s)|.{1,1000}")
 
 
@@ -348,9 +349,11 @@ class Subwords(OfBytes):
 
     @classmethod
     def of(cls, text: Text, size: int = 2000) -> "Subwords":
-        if whole_number("Subwords", "size", size) < 256:
+        if whole_number("Subwords", "size", size) < 256 or size > MOST_SUBWORDS:
             needs = Spelt("Subwords needs a size", ("subwords need ", Argument("vocabulary_size")))
-            raise OptionError(needs, f" of 256 or more, since every byte is a token; got {size}.")
+            raise OptionError(
+                needs, f" of 256 or more, since every byte is a token, and at most {MOST_SUBWORDS}; got {size}."
+            )
         library = _library()
         tokenizer = cls._cutting(library.models.BPE())
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()

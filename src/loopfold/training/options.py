@@ -24,10 +24,12 @@ class Limits:
 
 
 AT_LEAST_1 = Limits("at least 1", lambda n: n >= 1)
+SIZE = Limits(f"from 1 to {1 << 20}", lambda n: 1 <= n <= 1 << 20)
 AT_LEAST_0 = Limits("0 or more", lambda x: 0 <= x < math.inf)
 ABOVE_0 = Limits("above 0", lambda x: 0 < x < math.inf)
 SCHEDULES = ("constant", "linear", "cosine", "step", "plateau")
 PROBABILITY = Limits("a probability from 0 up to but not including 1", lambda p: 0 <= p < 1)
+SHARE = Limits("from 0 up to but not including 1", PROBABILITY.hold)
 
 
 def _option(default: Any, about: str, limits: Limits | tuple[str, ...] | None = None, alias: str = "") -> Any:
@@ -73,11 +75,11 @@ class Options:
     )
     # a list of sizes, one for each layer, is also accepted
     hidden_size: int | tuple[int, ...] = _option(
-        256, "Units in a layer; as 1152-1152-400, those of each.", AT_LEAST_1, alias="hidden"
+        256, "Units in a layer; as 1152-1152-400, those of each.", SIZE, alias="hidden"
     )
-    layers: int = _option(1, "Layers on top of each other.", AT_LEAST_1)
+    layers: int = _option(1, "Layers on top of each other.", Limits("from 1 to 1000", lambda n: 1 <= n <= 1000))
     embedding_size: int | None = _option(
-        None, "Numbers for each token; the hidden size, of the last layer, by default.", AT_LEAST_1
+        None, "Numbers for each token; the hidden size, of the last layer, by default.", SIZE
     )
     one_hot: bool = _option(False, "One-hot vectors, no embedding.")
     tied: bool = _option(False, "One table for embedding and readout.")
@@ -89,11 +91,7 @@ class Options:
     input_dropout: float = _option(0.0, "Dropout on what the first layer reads.", PROBABILITY)
     embedding_dropout: float = _option(0.0, "Dropout of whole words, for a whole window.", PROBABILITY)
     weight_drop: float = _option(0.0, "Dropout of the weights W of the cells, for a whole window.", PROBABILITY)
-    span: int = _option(
-        8,
-        "How many tokens a window or a convolution sees.",
-        Limits(f"from 1 to {1 << 20}", lambda n: 1 <= n <= 1 << 20),
-    )
+    span: int = _option(8, "How many tokens a window or a convolution sees.", SIZE)
 
     # the training
     streams: int = _option(32, "Parts of the text read side by side: the batch size.", AT_LEAST_1, alias="batch_size")
@@ -104,7 +102,7 @@ class Options:
     optimiser: str = _option("adamw", "How weights are updated", ("adamw", "sgd"), alias="optimizer")
     learning_rate: float = _option(3e-3, "The highest that it gets.", ABOVE_0, alias="lr")
     weight_decay: float = _option(0.0, "How fast weights shrink by themselves.", AT_LEAST_0)
-    momentum: float = _option(0.0, "The momentum of sgd.", AT_LEAST_0)
+    momentum: float = _option(0.0, "The momentum of sgd.", SHARE)
     activation_penalty: float = _option(0.0, "How much the mean square of hidden states adds to the loss.", AT_LEAST_0)
     change_penalty: float = _option(0.0, "How much their mean squared change from step to step adds to it.", AT_LEAST_0)
     clip: float = _option(1.0, "The largest norm of the gradient; 0: not clipped.", AT_LEAST_0)
@@ -166,6 +164,8 @@ class Options:
                 if isinstance(limits, Limits) and known and not limits.hold(number):
                     words = limits.words + (", or left out" if option.default is None else "")
                     raise OptionError(Argument(option.name), f" must be {words}; got {shown(number)}.")
+                if isinstance(number, int) and abs(number) >= 1 << 63:
+                    raise OptionError(Argument(option.name), " is too large a number: it must fit in 64 bits.")
             if isinstance(limits, tuple) and isinstance(value, str):
                 choose(option.name, value, limits)
         try:

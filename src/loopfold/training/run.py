@@ -225,6 +225,8 @@ def check_device(device: str) -> str:
         reason = str(error).partition("\n")[0].rstrip(".!")
         if reason.startswith("Expected one of"):  # a list of twenty, most of which we could not use
             reason = "there is no such device"
+        if reason.startswith("Could not run"):  # and which of torch's operations
+            reason = "this PyTorch was built without it"
         raise OptionError(
             f"device {device!r} cannot be used: {reason}. Use ", Argument("device", "cpu"), "."
         ) from error
