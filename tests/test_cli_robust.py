@@ -146,6 +146,12 @@ MISTYPED: dict[str, tuple[list[object], str]] = {
         ["generate", "run", "--temperature", "1e-9"],
         r"--temperature must be a finite number of at least 1e-6; got 1e-09\. For the likeliest, type --greedy\.\n",
     ),
+    "too many texts": (["generate", "run", "--samples", 10**9], "--samples needs a number of at most 100000"),
+    "two valid texts": (
+        ["train", "text.txt", "--valid", "text.txt", "--valid", "more.txt"],
+        "--valid takes one text; got 2: put them into a folder, and name that",
+    ),
+    "too many layers to draw": (["draw", "lstm", "--layers", 300], "--layers needs a number of at most 100; got '300'"),
     "no possible size": (["train", "text.txt", "--hidden-size", 10**10], "--hidden-size must be from 1 to 1048576"),
 }
 
@@ -172,6 +178,50 @@ def test_no_number_that_is_none_is_let_through() -> None:
                     said = rf"loopfold: {flag} needs a .*; got {value!r}\.\n"
                     assert re.fullmatch(said, err), (name, flag, value, err)
     assert tried >= 50
+
+
+NO_EFFECT: dict[str, tuple[str, str]] = {
+    "seed of what draws nothing": (
+        "generate run --greedy --seed 3",
+        "--seed has no effect with --greedy, which draws nothing: leave it out",
+    ),
+    "seed of a beam": ("generate run --beam 2 --seed 3", "--seed has no effect with --beam"),
+    "seed of no heat": ("generate run --temperature 0 --seed 3", "--seed has no effect with --temperature 0"),
+    "top of no heat": ("generate run --temperature 0 --top-k 3", "choose one: .*; --temperature 0 is greedy"),
+    "text of a cell": ("draw lstm --text text.txt", "--text has no effect here: only --gradients of a run reads its"),
+    "text of a circuit": ("draw run --text text.txt", "--text has no effect here: only --gradients of a run reads its"),
+    "trust in a cell": ("draw lstm --trust", "--trust goes with a run"),
+    "columns of a circuit": ("draw lstm --columns 9", "--columns has no effect on a circuit, which has one: add --ste"),
+    "a layer of a run": ("draw run --layers 1", "a run has a network of its own: leave out --pattern, --layers"),
+    "few columns": ("draw lstm --steps 9 --columns 3", "--columns needs a number of at least 6; got '3'"),
+    "streams of one stream": (
+        "evaluate run --dynamic --streams 3",
+        "--streams has no effect with --dynamic, which read",
+    ),
+    "another window": (
+        "evaluate run --dynamic --window 3",
+        "--window has no effect with --dynamic, .* --dynamic-window",
+    ),
+    "saved without a run": ("train text.txt --dry-run --save-every 3", "--save-every has no effect with --dry-run"),
+    "events of nothing": ("train text.txt --dry-run --tensorboard", "--tensorboard has no effect with --dry-run"),
+    "dropout of one layer": (
+        "train text.txt --output-dropout 0.1 --dropout 0.2",
+        "--dropout has no effect here: one layer has none between .* add --layers 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_what_has_no_effect_is_refused(name: str, here: Path) -> None:
+    typed, message = NO_EFFECT[name]
+    refused(message, *typed.split())
+
+
+def test_a_run_that_goes_on_is_told_what_has_no_effect(here: Path) -> None:
+    flags = [*TINY, "--split", "90/0/10"]
+    assert said_by("train", "text.txt", "--out", "new", *flags)[0] == 0
+    said = "--evaluate-every has no effect here: there is no valid text to evaluate on"
+    refused(said, "train", "--resume", "new", "--evaluate-every", 3)
 
 
 def test_the_command_alone_shows_its_help() -> None:

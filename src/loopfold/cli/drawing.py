@@ -56,7 +56,9 @@ def draw(
             autocompletion=completing(*PATTERNS),
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the cell on top of each other.")] = 1,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Layers of the cell on top of each other; one by default.")
+    ] = None,
     bidirectional: Annotated[
         bool, typer.Option("--bidirectional", help="Each layer reads both ways; forwards by default.")
     ] = False,
@@ -73,9 +75,9 @@ def draw(
         typer.Option(help="A file that ends in .svg, .png, .pdf, .html or .dot; by default NAME-circuit.svg or so."),
     ] = None,
     columns: Annotated[
-        int,
-        typer.Option(min=1, help="Show up to so many steps, 6 at least; of more, the first three and the last two."),
-    ] = 12,
+        int | None,
+        typer.Option(min=6, help="Show up to so many steps, 12 by default; of more, the first three and the last two."),
+    ] = None,
     text: TextOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -83,6 +85,7 @@ def draw(
     from loopfold.drawing.circuit import Level
     from loopfold.drawing.draw import draw as draw_model
     from loopfold.drawing.figure import format_of
+    from loopfold.drawing.picture import COLUMNS
     from loopfold.errors import OptionError
     from loopfold.files import check_place
     from loopfold.training.cells import maker_of, place_in_cell
@@ -101,20 +104,26 @@ def draw(
         raise OptionError(
             "a circuit has no time for gradients to go back through: add --steps 4, or as many as you like."
         )
+    if columns is not None and steps is None:
+        raise OptionError("--columns has no effect on a circuit, which has one: add --steps, or leave it out.")
+    if text and not (gradients and _is_run(what)):
+        raise OptionError("--text has no effect here: only --gradients of a run reads its text. Leave it out.")
+    if trust and not _is_run(what):
+        raise OptionError("--trust goes with a run: a cell of your own is yours already.")
     if _is_run(what):
-        if pattern or layers > 1 or bidirectional:
+        if pattern or layers or bidirectional:
             raise OptionError("a run has a network of its own: leave out --pattern, --layers and --bidirectional.")
         model, y = _of_run(Path(what), steps if gradients else None, trust, text or [])
     failed: ValueError | TypeError | None = None
     try:
         picture = draw_model(
-            _network(what, pattern, layers, bidirectional) if model is None else model,
+            _network(what, pattern, layers or 1, bidirectional) if model is None else model,
             steps,
             gradients,
             level=Level.OPERATIONS if operations else Level.BOOK,
             feeding=None if feeding is None else _feeding(feeding),
             y=y,
-            columns=columns,
+            columns=columns or COLUMNS,
         )
         parts = [Path(what).resolve().name.rpartition(":")[2].removesuffix(PACKED), pattern, feeding]
         parts += ["circuit" if steps is None else f"{steps}-steps", *(["gradients"] if gradients else [])]

@@ -69,8 +69,12 @@ def evaluate(
     cold: Annotated[
         bool, typer.Option("--cold", help="Begin with an empty state every --window tokens; it is carried by default.")
     ] = False,
-    window: Annotated[int, typer.Option(min=1, help="Steps at a time; changes the value only with --cold.")] = 128,
-    streams: Annotated[int, typer.Option(min=1, help="Parts read side by side; never changes the value.")] = 32,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Steps at a time; changes the value only with --cold. [default: 128]")
+    ] = None,
+    streams: Annotated[
+        int | None, typer.Option(min=1, help="Parts read side by side; never changes the value. [default: 32]")
+    ] = None,
     device: AsTrainedOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
@@ -97,6 +101,10 @@ def evaluate(
     typed |= {"cache_sharpness": cache_sharpness, "mix_ngram": mix_ngram}
     typed |= {"ngram_order": ngram_order, "ngram_weight": ngram_weight}
     missing = settings_to_tune(typed, cold)
+    for name, value in {"--window": window, "--streams": streams}.items():
+        if dynamic and value is not None:
+            one = "reads the text as one stream, --dynamic-window tokens at a time"
+            raise OptionError(f"{name} has no effect with --dynamic, which {one}: leave it out.")
     check_values(typed, other or [])
     if other and (on is not None or (text and not (dynamic or mix_ngram or missing))):
         raise OptionError("choose one: another text, or --on and --text for the run's own.")
@@ -106,7 +114,7 @@ def evaluate(
     tokens = found.vocabulary.encode(scored)
     try:
         way, tuned_on = choose_way(found, scored, tokens, typed, missing)
-        how: dict[str, Any] = {"streams": streams, "window": window, "carried": not cold, "way": way}
+        how: dict[str, Any] = {"carried": not cold, "way": way, "streams": streams or 32, "window": window or 128}
         if per_token:
             losses = token_losses(found.model, tokens, **how)
             ledger = Ledger.of(tokens, losses, carried=not cold, way=way)
@@ -135,7 +143,7 @@ def evaluate(
         if settings is not None:
             echo(f"loopfold: scored by {ledger.way}, {settings}.", err=True)
     else:
-        echo(writable(_describe(ledger, " ".join(other or []) or str(on), window, settings, notes)))
+        echo(writable(_describe(ledger, " ".join(other or []) or str(on), how["window"], settings, notes)))
 
 
 def _print_losses(run: "Run", tokens: "Tokens", losses: "Tensor") -> None:
@@ -309,8 +317,9 @@ def generate(
         typer.Option(metavar="TEXT", help="End before this text, again for each; by default at --length."),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Below 1: safer; above 1: wilder; 0: always the likeliest.")
-    ] = 1.0,
+        float | None,
+        typer.Option(min=0.0, help="Below 1: safer; above 1: wilder; 0: always the likeliest. [default: 1]"),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Only the k likeliest tokens; all by default.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Only the likeliest that make up this probability; all by default.")
@@ -319,10 +328,14 @@ def generate(
         bool, typer.Option("--greedy", help="Always the likeliest token; by default one is drawn.")
     ] = False,
     beam: Annotated[
-        int | None, typer.Option(min=1, help="Search for a likely text with so many beginnings; by default none.")
+        int | None,
+        typer.Option(min=1, max=10_000, help="Search for a likely text with so many beginnings; by default none."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="So many texts, side by side.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="The same seed writes the same text.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, max=100_000, help="So many texts, side by side.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=(1 << 63) - 1, help="The same seed writes the same text. [default: 0]"),
+    ] = None,
     device: DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the text alone.")] = False,
     trust: TrustOption = False,
@@ -368,8 +381,9 @@ def generate(
     except (ValueError, FloatingPointError) as error:
         raise OptionError(str(error)) from error
     if as_json:
-        how = {"length": length, "stop": stop or [], "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        how |= {"greedy": greedy, "beam": beam, "samples": samples, "seed": seed, "device": device}
+        how = {"length": length, "stop": stop or [], "temperature": 1.0 if temperature is None else temperature}
+        how |= {"top_k": top_k, "top_p": top_p, "greedy": greedy, "beam": beam, "samples": samples}
+        how |= {"seed": seed or 0, "device": device}
         texts = [
             {"text": one.text, "tokens": len(one.ids), "stopped": one.stopped, "log_probability": score}
             for one, score in zip(written, scores, strict=True)
@@ -382,12 +396,12 @@ def generate(
 
 
 def _pick(
-    temperature: float,
+    temperature: float | None,
     top_k: int | None,
     top_p: float | None,
     greedy: bool,
     beam: int | None,
-    seed: int,
+    seed: int | None,
     device: str,
     samples: int,
 ) -> Any:
@@ -397,14 +411,19 @@ def _pick(
     from loopfold.feeding import Greedy, Sample
     from loopfold.generation import Beam
 
-    narrowed = temperature not in (0, 1) or top_k is not None or top_p is not None
-    if sum([beam is not None, greedy or temperature == 0]) > 1 or (narrowed and (greedy or beam is not None)):
-        raise OptionError("choose one: --greedy, --beam, or a draw with --temperature, --top-k and --top-p.")
-    if samples > 1 and (greedy or temperature == 0 or beam is not None):
+    one_text = {"--greedy": greedy, "--temperature 0": temperature == 0, "--beam": beam is not None}
+    found = [name for name, value in one_text.items() if value]
+    narrowed = temperature not in (None, 0) or top_k is not None or top_p is not None
+    if len(found) > 1 or (found and narrowed):
+        either = "choose one: --greedy, --beam, or a draw with --temperature, --top-k and --top-p"
+        raise OptionError(f"{either}; --temperature 0 is greedy.")
+    if found and samples > 1:
         raise OptionError("--greedy and --beam find one text, the same each time: leave out --samples, or draw.")
+    if found and seed is not None:
+        raise OptionError(f"--seed has no effect with {found[0]}, which draws nothing: leave it out.")
     if beam is not None:
         return Beam(beam)
-    if greedy or temperature == 0:
+    if found:
         return Greedy()
-    generator = torch.Generator(device).manual_seed(seed)
-    return Sample(generator, temperature, top_k, top_p)
+    generator = torch.Generator(device).manual_seed(seed or 0)
+    return Sample(generator, 1.0 if temperature is None else temperature, top_k, top_p)

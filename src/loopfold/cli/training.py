@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 OPTIONS = {option.name: option for option in fields(Options)}
 TEXT = OPTIONS.pop("sources")
 SEPARATED = {"split": "/", "hidden_size": "-"}  # several numbers in one word, and what stands between them
+TYPED: dict[str, Any] = dict.fromkeys(SEPARATED, str) | {"valid": list[str], "test": list[str]}  # two are not one
 UNITS = {"char": "characters", "chars": "characters", "character": "characters", "byte": "bytes", "word": "words"}
 UNITS |= {"subword": "subwords", "bpe": "subwords"}
 ALSO = {"unit": UNITS, "cell": {"rnn": "elman"}, "precision": {"bfloat16": "bf16", "fp32": "float32"}}  # other names
@@ -37,7 +38,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     hints, signature = get_type_hints(Options), inspect.signature(command)
     text, *own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
     panels = {
-        panel: [_flag(OPTIONS[k], str if k in SEPARATED else hints[k], panel) for k in names if k in OPTIONS]
+        panel: [_flag(OPTIONS[k], TYPED.get(k, hints[k]), panel) for k in names if k in OPTIONS]
         for panel, names in PANELS.items()
     }
     for parameter in own:
@@ -59,7 +60,10 @@ def _flag(option: Field[Any], kind: Any, panel: str) -> inspect.Parameter:
     alias = option.metadata["alias"]
     names = [flag(option.name), flag(alias)] if alias else []
     complete = _completion(option)
-    info = typer.Option(*names, help=about, show_default=False, rich_help_panel=panel, autocompletion=complete)
+    place = "PLACE" if kind == list[str] else None
+    info = typer.Option(
+        *names, help=about, show_default=False, rich_help_panel=panel, autocompletion=complete, metavar=place
+    )
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
@@ -136,8 +140,8 @@ def train(
         ),
     ] = None,
     save_every: Annotated[
-        float, typer.Option(help="Seconds from one checkpoint to the next. [default: 30]", show_default=False)
-    ] = 30.0,
+        float | None, typer.Option(min=0.0, help="Seconds from one checkpoint to the next. [default: 30]")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be trained and how long it takes; write nothing.")
     ] = False,
@@ -147,9 +151,13 @@ def train(
     **options: Any,
 ) -> None:
     """Train a language model on text, into a run folder. Stop it when you like: --resume goes on, bit for bit."""
-    changes = {name: _meant(name, value) for name, value in options.items() if value is not None}
+    changes = {name: _meant(name, value) for name, value in options.items() if value not in (None, [])}
     given = {"TEXT": text, "--out": out, "--preset": preset_name, "--from": from_run, "--dry-run": dry_run}
     _check_together(given, changes, resume, moved, from_run, trust)
+    written = {"--save-every": save_every is not None, "--tensorboard": tensorboard}
+    for name, value in written.items():
+        if dry_run and value:
+            raise OptionError(f"{name} has no effect with --dry-run, which writes nothing: leave it out.")
     if text:
         changes["sources"] = tuple(text)
     from loopfold.training import guards, loop, rehearsal, watching
@@ -160,11 +168,14 @@ def train(
     watchers: list[watching.Watcher] = [] if quiet or rank() else [watching.Terminal()]
     if tensorboard and not rank():
         watchers.append(watching.TensorBoard())
-    how: dict[str, Any] = {"watcher": watching.Several(watchers), "save_every": save_every}
+    how: dict[str, Any] = {"watcher": watching.Several(watchers)}
+    how |= {} if save_every is None else {"save_every": save_every}
     before: int | None = None
     try:
         if resume is not None:
-            before = RunFolder.find(resume).step()
+            folder = RunFolder.find(resume)
+            before = folder.step()
+            check_effect(replace(folder.options, **changes), changes)
             run = loop.resume(resume, text=moved or (), trust=trust, **how, **changes)
         else:
             start = None if from_run is None else loop.open_run(from_run, trust=trust)
@@ -242,6 +253,10 @@ def _meant(name: str, value: Any) -> Any:
         return _shares(value)
     if name == "hidden_size":
         return _sizes(value)
+    if isinstance(value, list):
+        if len(value) > 1:
+            raise OptionError(f"{flag(name)} takes one text; got {len(value)}: put them into a folder, and name that.")
+        return value[0]
     limits = OPTIONS[name].metadata["limits"]
     if isinstance(limits, tuple) or (name == "cell" and ":" not in value and not value.endswith(".py")):
         value = value.lower()

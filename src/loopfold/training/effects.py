@@ -19,6 +19,11 @@ def _with_valid(options: Options) -> bool:
     return options.holds_out("valid")
 
 
+def _drops(options: Options) -> bool:
+    """Whether `dropout` falls anywhere."""
+    return not _recurrent(options) or options.output_dropout is None or len(options.sizes) > 1
+
+
 # An option has an effect only where this holds; why it has none elsewhere; and what to add, if something helps.
 EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
     "split": (
@@ -46,8 +51,13 @@ EFFECT: dict[str, tuple[Callable[[Options], bool], str, Argument | None]] = {
     ),
     "one_hot": (_recurrent, "only a recurrent model can read one-hot vectors", None),
     "tied": (_recurrent, "only a recurrent model can be tied", None),
+    "dropout": (
+        _drops,
+        "one layer has none between layers, and before its readout it is another",
+        Argument("layers", 2),
+    ),
     "variational": (
-        lambda o: _recurrent(o) and max(o.dropout, o.output_dropout or 0, o.input_dropout) > 0,
+        lambda o: _recurrent(o) and max(o.dropout * _drops(o), o.output_dropout or 0, o.input_dropout) > 0,
         "it is a kind of dropout, of recurrent models",
         Argument("dropout", 0.2),
     ),
