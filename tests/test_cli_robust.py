@@ -152,6 +152,18 @@ MISTYPED: dict[str, tuple[list[object], str]] = {
         "--valid takes one text; got 2: put them into a folder, and name that",
     ),
     "too many layers to draw": (["draw", "lstm", "--layers", 300], "--layers needs a number of at most 100; got '300'"),
+    "too many arrows": (
+        ["draw", "lstm", "--layers", 50, "--steps", 100, "--columns", 100],
+        "Stacked has 30,000 arrows, and 20,000 can be drawn: choose fewer --steps or --columns, or a smaller network",
+    ),
+    "too many steps to draw": (
+        ["draw", "lstm", "--steps", 10**9],
+        "has 6,000,000,000 arrows, and 1,000,000 can be drawn: choose fewer --steps, or a smaller network",
+    ),
+    "too many operations to draw": (
+        ["draw", "lstm", "--layers", 60, "--operations"],
+        "take [0-9,]+ places, and 5,000 can be laid out: leave out --operations, or draw a smaller network",
+    ),
     "no possible size": (["train", "text.txt", "--hidden-size", 10**10], "--hidden-size must be from 1 to 1048576"),
 }
 

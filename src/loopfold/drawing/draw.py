@@ -4,13 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from loopfold.drawing.circuit import Level, Role, Variable
+from loopfold.drawing.circuit import Circuit, Level, Role, Variable
 from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
 from loopfold.drawing.networks import wiring_of
 from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import COLUMNS, circuit_scene, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
+from loopfold.errors import Argument, OptionError
 from loopfold.feeding import Feeding
 from loopfold.states import State, whole_number
 from loopfold.wiring import When
@@ -55,6 +56,7 @@ def draw(
             raise TypeError(f"{name} must be a tensor; got a {type(data).__name__}. Type torch.as_tensor({name}).")
     whole_number("draw", "columns", columns)
     circuit = circuit_of(model, level, feeding, x, context)
+    _check_size(circuit, steps, columns)
     if steps is None:
         return paint(circuit_scene(circuit))
     unfolded = Unfolded(circuit, steps)
@@ -68,6 +70,23 @@ def draw(
     if y is None or isinstance(x, tuple):
         return paint(unfolded_scene(unfolded, None, gradients, columns))
     return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients, columns))
+
+
+SHOWN, FOLLOWED = 20_000, 1_000_000  # arrows of a picture at most, and of the steps that it stands for: minutes
+
+
+def _check_size(circuit: Circuit, steps: int | tuple[int, ...] | None, columns: int) -> None:
+    """Refuse a picture that would take much longer than minutes, before it is begun."""
+    arrows, tau = len(circuit.edges), 1 if steps is None else max(steps) if isinstance(steps, tuple) else steps
+    shown = arrows * min(tau, columns)
+    if shown <= SHOWN and arrows * tau <= FOLLOWED:
+        return
+    fewer = (Argument("steps"), " or ", Argument("columns")) if shown > SHOWN else (Argument("steps"),)
+    many, most = (shown, SHOWN) if shown > SHOWN else (arrows * tau, FOLLOWED)
+    smaller = (
+        ("choose fewer ", *fewer, ", or a smaller network.") if steps else ("draw a part of it, or a smaller one.",)
+    )
+    raise OptionError(f"the graph of {circuit.name} has {many:,} arrows, and {most:,} can be drawn: ", *smaller)
 
 
 def sizes(unfolded: Unfolded, x: Tensor | None, y: Tensor) -> Gradients:

@@ -12,10 +12,12 @@ from typing import Any
 from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
 from loopfold.drawing.routing import WIDE
 from loopfold.drawing.scene import label_size
+from loopfold.errors import Argument, OptionError, Spelt
 from loopfold.wiring import When
 
 ROW = 0.95  # from one row of the book's variables to the next
 APART = 0.86  # between the states of a layer, which form stairs so that edges from below reach each of them
+MOST = 5000  # items of a block: minutes
 TRIED = 6000  # items of the orders in which rows begin: many of a small step, few of a large one
 _TOP = (Role.OUTPUT, Role.LOSS, Role.TARGET)
 
@@ -194,6 +196,10 @@ class _Layers:
         for a, b in self._pieces():
             near[a].append(b)
             near[b].append(a)
+        if len(near) > MOST:  # the time grows with the square of it
+            fewer = Spelt("level='book' draws fewer", ("leave out ", Argument("operations", True)))
+            places = f"the operations of {self.circuit.name} take {len(near):,} places, and {MOST:,} can be laid out"
+            raise OptionError(f"{places}: ", fewer, ", or draw a smaller network.")
         self.half = {i: i.half_width if isinstance(i, _Bend) else self.size(i)[0] for i in near}  # asked for very often
         for edge in self.chains:
             beside, _ = label_size(edge.parameters, edge.note, edge.product)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
 from loopfold.drawing.figure import LIGHT
@@ -124,6 +125,7 @@ def circuit_scene(circuit: Circuit) -> Scene:
     }
     links: list[Link] = []
     delays: dict[tuple[Variable, int], Hashable] = {}
+    loops = _loops(circuit, shapes)
     for edge in circuit.edges:
         if edge.lag == 0:
             way = columns.way(edge, _column_of(edge.target), None)
@@ -132,11 +134,11 @@ def circuit_scene(circuit: Circuit) -> Scene:
         key = (edge.source, edge.lag)
         if key not in delays:
             delays[key] = ("delay", *key)
-            place, via = _delay(columns, shapes, key)
+            place, via = _delay(columns, shapes, loops, key)
             shapes[delays[key]] = Shape(Spot(*place, 0.085, 0.085), "", LIGHT["delay"], "square")
             links.append(Link(edge.source, delays[key], ("to the delay", edge), dashed=_is_fed(edge), via=via))
         way = columns.way(edge, 1, None)
-        if not way and _around(circuit, shapes, key):
+        if not way and loops[key].around:
             way = ((shapes[delays[key]].spot.x, shapes[edge.target].spot.y),)
         links.append(_link(edge, delays[key], edge.target, way, columns.ends(edge)))
     return Scene(f"The circuit of {circuit.name}", shapes, links, tuple(circuit.said.items()))
@@ -146,8 +148,37 @@ def _column_of(variable: Variable) -> int | None:
     return None if variable.when is When.ONCE else 1
 
 
+@dataclass(frozen=True)
+class _Loop:
+    """The way of a variable through a delay, back to what reads it."""
+
+    targets: tuple[Variable, ...]
+    around: int  # how far out it goes around others, of another variable and on the same side; 0: it goes around none
+
+
+def _loops(circuit: Circuit, shapes: dict[Hashable, Shape]) -> dict[tuple[Variable, int], _Loop]:
+    """All loops; their order does not depend on the process."""
+    targets: dict[tuple[Variable, int], list[Variable]] = {}
+    for edge in circuit.edges:
+        if edge.lag != 0:
+            targets.setdefault((edge.source, edge.lag), []).append(edge.target)
+    heights = {key: [shapes[v].spot.y for v in (key[0], *reads)] for key, reads in targets.items()}
+    ends = {key: (min(ys), max(ys)) for key, ys in heights.items()}
+    sides: dict[tuple[int, int], list[tuple[Variable, int]]] = {}
+    for key in targets:
+        sides.setdefault((key[1], key[0].phase), []).append(key)
+    around: dict[tuple[Variable, int], int] = {}
+    for keys in sides.values():
+        wide = [k for k in keys if any(ends[k][0] < ends[o][0] and ends[o][1] < ends[k][1] for o in keys)]
+        around |= {key: i for i, key in enumerate(sorted(wide, key=ends.__getitem__, reverse=True)[::-1], start=1)}
+    return {key: _Loop(tuple(dict.fromkeys(reads)), around.get(key, 0)) for key, reads in targets.items()}
+
+
 def _delay(
-    columns: _Columns, shapes: dict[Hashable, Shape], key: tuple[Variable, int]
+    columns: _Columns,
+    shapes: dict[Hashable, Shape],
+    loops: dict[tuple[Variable, int], _Loop],
+    key: tuple[Variable, int],
 ) -> tuple[Place, tuple[Place, ...]]:
     """Where the delay of a variable stands, and how its edge gets there."""
     source, lag = key
@@ -160,38 +191,20 @@ def _delay(
         side = columns.right[source.phase] + 0.25 if lag > 0 else columns.left[source.phase] - 0.25
         lane = x + side + math.copysign(_LANE * i, lag)
         return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
-    height, targets = shapes[source].spot.y, _targets(columns.circuit, key)
+    height, targets = shapes[source].spot.y, loops[key].targets
     y = (height + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
     away = max([0.62, *(2 * half + 0.2 for half in columns.across)])
     beside = x + (columns.left[source.phase] - away if lag > 0 else columns.right[source.phase] + away)
-    if around := _around(columns.circuit, shapes, key):
+    if around := loops[key].around:
         lane = beside - math.copysign(0.3 + 2 * _LANE * around, lag)
         return (lane, y), ((lane, height),)
     from_states = [e.source for e in columns.circuit.into(source) if e.lag == lag and e.source.role is Role.STATE]
-    if targets == {source} and any(shapes[v].spot.y > y for v in from_states):
+    if targets == (source,) and any(shapes[v].spot.y > y for v in from_states):
         y -= 0.22  # what comes from above has its own place to arrive at
     others = [s.spot for s in shapes.values() if s.kind == "square" and abs(s.spot.x - beside) < 0.2]
     while any(abs(other.y - y) < 0.3 for other in others):
         y += 0.35
     return (beside, y), ()
-
-
-def _targets(circuit: Circuit, key: tuple[Variable, int]) -> set[Variable]:
-    return {edge.target for edge in circuit.edges if (edge.source, edge.lag) == key}
-
-
-def _around(circuit: Circuit, shapes: dict[Hashable, Shape], key: tuple[Variable, int]) -> int:
-    """How far out a loop goes around others, of another variable and on the same side; 0: it goes around none."""
-
-    def ends(other: tuple[Variable, int]) -> tuple[float, float]:
-        heights = [shapes[v].spot.y for v in (other[0], *_targets(circuit, other))]
-        return min(heights), max(heights)
-
-    edges = (e for e in circuit.edges if e.lag == key[1] and e.source.phase == key[0].phase)
-    keys = dict.fromkeys((e.source, e.lag) for e in edges)  # in an order that does not depend on the process
-    around = {k: [o for o in keys if ends(k)[0] < ends(o)[0] and ends(o)[1] < ends(k)[1]] for k in keys}
-    wider = sorted((k for k in keys if around[k]), key=ends, reverse=True)
-    return wider[::-1].index(key) + 1 if key in wider else 0
 
 
 # ------------------------------------------------------------------ the unfolded graph
