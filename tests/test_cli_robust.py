@@ -26,6 +26,7 @@ from test_hostile_runs import altered, places, put, read
 import loopfold as lf
 from loopfold import cli
 from loopfold.errors import Mendable
+from loopfold.memory import free_memory
 from loopfold.training.folder import RunFolder
 from loopfold.training.loop import Progress
 from loopfold.training.run import check_device, open_run
@@ -124,6 +125,10 @@ MISTYPED: dict[str, tuple[list[object], str]] = {
     "a device of another build": (
         ["evaluate", "run", "--device", "xla"],
         "'xla' cannot be used: this PyTorch was built without it. Use --device cpu",
+    ),
+    "too large a model": (
+        ["train", "text.txt", "--hidden-size", 10**6],
+        "with 6,000,.* parameters, .* needs at least 96,003.6 GB of memory, and .* are free: choose a smaller --hid",
     ),
     "too many layers": (["train", "text.txt", "--layers", 10**5], "--layers must be from 1 to 1000; got 100000"),
     "too many subwords": (
@@ -234,6 +239,54 @@ def test_a_run_that_goes_on_is_told_what_has_no_effect(here: Path) -> None:
     assert said_by("train", "text.txt", "--out", "new", *flags)[0] == 0
     said = "--evaluate-every has no effect here: there is no valid text to evaluate on"
     refused(said, "train", "--resume", "new", "--evaluate-every", 3)
+
+
+# ------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hidden 999", r"gru 999 with [0-9,]+ parameters, .* choose a smaller --hidden-size\."),
+        ("--hidden 600 --layers 3", r"gru 600 × 3 with .* choose a smaller --hidden-size or --layers\."),
+        ("--embedding-size 9999", r"choose a smaller --hidden-size or --embedding-size\."),
+        ("--unit words --hidden 999", r"choose a smaller --hidden-size or --vocabulary-size\."),
+        ("--model window --span 9999", r"window 320 with .* choose a smaller --hidden-size or --span\."),
+        ("--model convolution --span 999", r"choose a smaller --streams or --window or --span\."),
+        (
+            "--hidden 4 --streams 700",
+            r"gru 4 with .* 749 tokens at a time, .* choose a smaller --streams or --window\.",
+        ),
+        ("--cell own.py:Own --hidden 999", r"Own 999 with .* choose a smaller --hidden-size\."),
+        ("--hidden 500 --average tail", r"choose a smaller --hidden-size\."),
+        ("--from run", r"lstm 4 with [0-9,]+ parameters"),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(
+    flags: str, message: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("own.py").write_text("import loopfold as lf\n\nclass Own(lf.LSTM):\n    pass\n")
+    free = 1_000 if "from" in flags else 10_000 if "streams" in flags else 20_000_000
+    monkeypatch.setattr("loopfold.memory.free_memory", lambda device: free)
+    said = rf"to train {message}" if message[0] != "c" else message
+    for dry in ([], ["--dry-run"]):
+        refused(said, "train", "text.txt", *flags.split(), *dry)
+    if "from" not in flags:
+        monkeypatch.setattr("loopfold.memory.free_memory", lambda device: None)  # not every system tells
+        small = [*TINY, *flags.split()[:2]] if "cell" in flags else TINY
+        assert said_by("train", "text.txt", "--out", "new", *small)[0] == 0
+
+
+def test_how_much_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = free_memory()
+    assert free is None or 10**7 < free < 10**15
+    limit = tmp_path / "limit"
+    monkeypatch.setattr("loopfold.memory._LIMITS", (str(limit), str(tmp_path / "none")))
+    limit.write_text("max\n")
+    assert free_memory() != 12345
+    if sys.platform == "linux":
+        limit.write_text("12345\n")
+        assert free_memory() == 12345
 
 
 def test_the_command_alone_shows_its_help() -> None:

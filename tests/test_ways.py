@@ -169,6 +169,15 @@ def test_a_cache_of_large_numbers() -> None:
     torch.testing.assert_close(losses, sharpest, rtol=1e-3, atol=1e-3)
 
 
+def test_a_cache_that_does_not_fit_into_memory_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopfold.memory.free_memory", lambda device: 40 * 5 * 8 - 1)
+    for over in (lf.DynamicEvaluation(0.1), evaluation.Plain()):
+        way = lf.NeuralCache(5, over=over)
+        assert len(lf.token_losses(made("lstm"), text(39), way=way)) == 39
+        with pytest.raises(lf.OptionError, match=r"a cache of a text of 40 tokens needs at least 0\.0 GB of memory"):
+            lf.token_losses(made("lstm"), text(40), way=way)
+
+
 # ------------------------------------------------------------------ weights that follow
 
 

@@ -5,6 +5,7 @@ The modules in the order in which data flows; each imports only from those above
     errors           errors that the user can mend, in words for Python and for the command line
     files            a file is written as a whole or not at all; archives
     telling          how far something long is, for whoever listens
+    memory           how much is free, and a refusal of what needs more
     undoing          how the contents of lists, modules, sources of random numbers, … are read, compared and put back
     surroundings     what a step reads besides its tensors: has it changed, and did a trial call change it
     casts            torch.autocast around a call: what it was told, without it, with it again

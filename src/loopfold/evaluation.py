@@ -14,6 +14,7 @@ from loopfold.engines.chunks import distance
 from loopfold.errors import OptionError
 from loopfold.language.base import Context, LanguageModel, Scored
 from loopfold.language.recurrent import as_language_model
+from loopfold.memory import check_memory
 from loopfold.processes import Processes
 from loopfold.states import alive, in_evaluation, leaves, map_state, whole_number
 from loopfold.telling import tell
@@ -315,6 +316,8 @@ def _carried(
             nll[i] = kept(scored.nll.double().cpu())
             if hidden:
                 states[i] = hidden_of(model, scored)
+                if starts is cold and i == 0:
+                    check_held(states[i], len(ids))
             context = map_state(Tensor.clone, scored.context)  # not the states of all steps, of which it is a view
             if starts is cold:  # what comes after is little
                 tell("scoring", len(ids) * (i + 1) // len(part), len(ids), "tokens")
@@ -329,6 +332,14 @@ def _carried(
             break
         starts = shifted
     return _Carried(part, nll, states, processes)
+
+
+def check_held(h: Tensor, tokens: int) -> None:
+    """That there is room for states such as `h [τ, batch, n]` of so many tokens."""
+    needed = tokens * h.nbytes // (h.shape[0] * h.shape[1])
+    check_memory(
+        f"a cache of a text of {tokens:,} tokens", needed, str(h.device), "score a shorter text, or without a cache"
+    )
 
 
 def hidden_of(model: LanguageModel, scored: Scored) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from loopfold.errors import OptionError
-from loopfold.evaluation import Plain, Reading, Way, checked, evaluating, hidden_of
+from loopfold.evaluation import Plain, Reading, Way, check_held, checked, evaluating, hidden_of
 from loopfold.language.base import LanguageModel
 from loopfold.language.ngram import NGramLM
 from loopfold.language.recurrent import as_language_model
@@ -60,7 +60,7 @@ class DynamicEvaluation(Way):
         return f"dynamic evaluation (rate {self.rate:.4g}, decay {self.decay:.4g}, window {self.window}{scaled})"
 
     def read(self, model: LanguageModel, ids: Tensor, streams: int, window: int, hidden: bool = False) -> Reading:
-        losses, states = [], []
+        losses, states = list[Tensor](), list[Tensor]()
         with torch.inference_mode(False), torch.enable_grad():
             follower, trained = _copy(model), _trained(model)
             steps, pulls = self._sizes(trained)
@@ -71,6 +71,8 @@ class DynamicEvaluation(Way):
                 nll = scored.nll[:, 0]
                 losses.append(nll.detach().double().cpu())
                 if hidden:
+                    if not states:
+                        check_held(hidden_of(model, scored), len(ids))
                     states.append(hidden_of(model, scored)[:, 0])
                 if not bool(losses[-1].isfinite().all()):
                     raise FloatingPointError(

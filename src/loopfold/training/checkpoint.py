@@ -9,7 +9,7 @@ from loopfold.language.base import Context, LanguageModel
 from loopfold.states import leaves, rebuild
 from loopfold.training.averaging import PolyakAverage
 from loopfold.training.folder import RunFolder
-from loopfold.training.making import make_model
+from loopfold.training.making import make_model, outline
 from loopfold.training.options import Options
 from loopfold.training.stored import RunError
 
@@ -25,9 +25,8 @@ def model_with(options: Options, vocabulary_size: int, stored: dict[str, Tensor]
     units = options.hidden_size if isinstance(options.hidden_size, tuple) else (options.hidden_size,)
     sizes = (*units, len(units), options.layers, options.embedding_size or 1)
     fits = max(sizes) <= numbers  # a model has more numbers than units or layers
-    if fits and ":" not in options.cell:
-        with torch.device("meta"):  # where a model of any size takes no memory
-            fits = _same_form(stored, make_model(options, vocabulary_size))
+    if fits and (form := outline(options, vocabulary_size)) is not None:
+        fits = _same_form(stored, form)
     if fits:
         model = make_model(options, vocabulary_size)
         fits = _same_form(stored, model)

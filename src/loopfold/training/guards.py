@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from loopfold.errors import Argument, Mendable, OptionError
-from loopfold.language.base import LanguageModel
+from loopfold.language.base import LanguageModel, count_parameters
+from loopfold.memory import check_memory
 from loopfold.processes import Processes, ProcessLost
 from loopfold.text.corpus import is_there_once
 from loopfold.training.cells import blaming
@@ -20,6 +21,7 @@ from loopfold.training.checkpoint import forms_of
 from loopfold.training.folder import RESUME, RunFolder
 from loopfold.training.making import autocast_of
 from loopfold.training.options import Options
+from loopfold.training.run import check_device
 
 
 class Diverged(Mendable):
@@ -63,6 +65,34 @@ def check_watched(options: Options, valid: bool) -> None:
     for what, watches in watching.items():
         if watches and not valid:
             raise OptionError(what, " needs a valid text to watch, and there is none: leave it out, or give one.")
+
+
+def check_room(model: LanguageModel, options: Options, tokens: int, processes: Processes) -> None:
+    """That weights, gradients, what the optimiser keeps, and the values of one window fit into memory.
+
+    `model` may be an outline; what it holds already needs no more. `tokens` is the length of the text.
+    """
+    streams, n = -(-min(options.streams, tokens) // processes.count), options.sizes[-1]  # of this process
+    once = min(options.window * streams, tokens)
+    values = {
+        "recurrent": once * (sum(options.sizes) + (options.embedding_size or 0)),
+        "window": once * options.span * n,
+        "convolution": (once + options.span * streams) * n * max(1, (options.span - 1).bit_length()),
+    }[options.model]
+    kept = 2 if options.optimiser == "adamw" else int(options.momentum > 0)  # for each number that is trained
+    kept += 0 if options.average == "none" else 2  # in float64
+    weights = sum(p.numel() * (p.is_meta + p.requires_grad * (1 + kept)) for p in model.parameters())
+    if weights > values:
+        names = ["hidden_size", *(["embedding_size"] if options.embedding_size else [])]
+        names += ["span"] * (options.model == "window") + ["layers"] * (len(options.sizes) > 1)
+        names += ["vocabulary_size"] * (options.unit in ("words", "subwords"))
+    else:
+        names = ["streams", "window", *(["span"] if options.model != "recurrent" else [])]
+    advice = [part for name in names for part in (" or ", Argument(name))][1:]
+    count = f"{count_parameters(model):,} parameters, {once:,} tokens at a time,"
+    needed = 4 * weights + (2 if options.precision == "bf16" else 4) * values
+    device = check_device(options.device)
+    check_memory(f"to train {options.name} with {count}", needed, device, "choose a smaller ", *advice)
 
 
 def try_step(model: LanguageModel, options: Options) -> None:

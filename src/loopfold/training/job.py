@@ -24,8 +24,8 @@ from loopfold.training.cells import check_cell
 from loopfold.training.checkpoint import model_with, weights_of
 from loopfold.training.contents import check_fields
 from loopfold.training.folder import RunFolder, Taken
-from loopfold.training.guards import check_shares, check_watched, try_step
-from loopfold.training.making import make_model, make_vocabulary
+from loopfold.training.guards import check_room, check_shares, check_watched, try_step
+from loopfold.training.making import make_model, make_vocabulary, outline
 from loopfold.training.options import KEPT, Options
 from loopfold.training.run import Run
 from loopfold.training.schedules import WARMUP, warmup_of
@@ -118,11 +118,16 @@ class New:
                 f" is not shorter than the run, which has {steps} step{'s'[: steps > 1]}: choose fewer, or leave it "
                 f"out.",
             )
+        form = outline(options, vocabulary.size)
+        if form is not None:
+            check_room(form, options, len(tokens), processes)
         if start is None:
             model = make_model(options, vocabulary.size)
         else:
             model = model_with(options, vocabulary.size, weights_of(start.model), start.path)
         try_step(model, options)  # before anything is written: a cell may not fit
+        if form is None:
+            check_room(model, options, len(tokens), processes)
         notes = _notes(corpus, tokens, start) + _shares(options) + _in_vain(options, tokens)
         return New(options, corpus, vocabulary, model, tokens, notes, None if start is None else _origin(start))
 

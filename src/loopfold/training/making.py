@@ -68,6 +68,16 @@ def make_model(options: Options, vocabulary_size: int) -> LanguageModel:
             )
 
 
+def outline(options: Options, vocabulary_size: int) -> LanguageModel | None:
+    """A model that takes no memory, of any size: the sizes of its parameters alone. None for a cell of the user's own,
+    whose code would run for it.
+    """
+    if ":" in options.cell:
+        return None
+    with torch.device("meta"):
+        return make_model(options, vocabulary_size)
+
+
 def _starts(options: Options) -> dict[str, object]:
     """How the cells start, where that is not left to them."""
     start = None if options.recurrent_init is None else STARTS[options.recurrent_init]
