@@ -86,6 +86,42 @@ def test_those_who_work_long_say_how_far_they_are() -> None:
     assert not told
 
 
+def test_ways_to_score_say_how_far_they_are_and_what_they_try() -> None:
+    model, ids = lf.SequenceToSequence(lf.Elman(3, 5), outputs=3), torch.randint(3, (50,))
+    told: list[tuple[str, int, int, str]] = []
+    with telling(lambda *what: told.append(what)):
+        lf.gradient_rms(model, ids, streams=2, window=10)
+        assert [what[:3] for what in told] == [("following gradients", done, 50) for done in (16, 33, 50)]
+        told.clear()
+        lf.perplexity(model, ids, way=lf.DynamicEvaluation(0.01, window=20))
+        assert told == [("scoring", done, 50, "tokens") for done in (20, 40, 50)]
+        told.clear()
+        lf.perplexity(model, ids, way=lf.NeuralCache(10))
+        assert told[-1] == ("looking back", 50, 50, "tokens")
+        told.clear()
+        lf.DynamicEvaluation.tuned(model, ids, window=25)
+        tried = [*dict.fromkeys(doing for doing, *_ in told)]
+        assert len(tried) > 3
+        assert all(re.fullmatch(r"tuning, rate [0-9.]+, decay [0-9.]+", doing) for doing in tried)
+        told.clear()
+        lf.NGramLM(ids, 3, 4)
+        assert told == [("counting n-grams", k, 4, "orders") for k in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("beam", [None, 2])
+def test_writing_that_nobody_sees_says_how_far_it_is(here: Path, beam: int | None) -> None:
+    run = lf.open_run("run")
+    told: list[tuple[str, int, int, str]] = []
+    pick = lf.Sample() if beam is None else lf.Beam(beam)
+    with telling(lambda *what: told.append(what)):
+        lf.generate(run.model, run.vocabulary, length=3, pick=pick)
+        doing = "writing" if beam is None else "searching"
+        assert [what for what in told if what[0] == doing] == [(doing, done, 3, "tokens") for done in (1, 2, 3)]
+        told.clear()
+        lf.generate(run.model, run.vocabulary, length=3, pick=lf.Sample(), show=lambda piece: None)
+    assert not told
+
+
 # ------------------------------------------------------------------ what is missing
 
 

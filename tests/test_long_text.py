@@ -585,9 +585,9 @@ def test_a_command_shows_how_far_it_has_read(
         for done in (100, 200, 300):
             long.tell("reading a\x1b.txt", done * 10**6, 300 * 10**6)
     assert capsys.readouterr().err.replace("\r\x1b[K", "|") == (
-        "|reading a\\x1b.txt: 100 of 300 MB|reading a\\x1b.txt: 200 of 300 MB||"
+        "|reading a\\x1b.txt: 100 of 300 MB|reading a\\x1b.txt: 200 of 300 MB, 0:00:08 left||"
         if live
-        else "reading a\\x1b.txt: 200 of 300 MB\n"
+        else "reading a\\x1b.txt: 200 of 300 MB, 0:00:08 left\n"
     )
     monkeypatch.setattr(sys, "argv", ["loopfold", "train", "-q"])
     with base._telling():

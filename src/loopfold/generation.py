@@ -14,6 +14,7 @@ from loopfold.language.base import Context, LanguageModel, Next
 from loopfold.language.recurrent import as_language_model
 from loopfold.outputs import Classes
 from loopfold.states import alive, map_state, whole_number
+from loopfold.telling import tell
 from loopfold.text.vocabulary import Vocabulary
 
 
@@ -138,12 +139,15 @@ def write(
         else:
             first = MOST if show is None or samples > 1 else FIRST
             found = _draw(model, _repeated(context, samples), length, pick, vocabulary.unknown, first)
-        for row in found:
+        for done, row in enumerate(found, start=1):
             for text, token in zip(texts, row, strict=True):
                 piece = text.add(token)
                 if samples == 1 and show is not None:
                     show(piece)
-            if all(text.stopped for text in texts):
+            stopped = all(text.stopped for text in texts)
+            if samples > 1 or show is None:
+                tell("writing", length if stopped else done, length, "tokens")
+            if stopped:
                 break
     rests = [text.end() for text in texts]
     written = [Text("".join(text.pieces), text.ids, text.stopped) for text in texts]
@@ -260,7 +264,8 @@ def _search(model: LanguageModel, context: Context, length: int, width: int, unk
     """The likeliest of the texts that a beam of `width` finds."""
     total = torch.zeros(1, device=context.last.device)  # log P of each beginning
     texts: list[list[int]] = [[]]
-    for _ in range(length):
+    for done in range(length):
+        tell("searching", done + 1, length, "tokens")
         following = _next(model, context, unknown)
         on = total[:, None] + following.log_probabilities  # [beginnings, |V|]
         possible = int(on.isfinite().sum())

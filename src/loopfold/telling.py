@@ -18,6 +18,14 @@ def telling(show: Show | None) -> Iterator[None]:
         _shown.reset(before)
 
 
+@contextmanager
+def telling_of(doing: str) -> Iterator[None]:
+    """While open, whatever is told is told as this."""
+    show = _shown.get()
+    with telling(None if show is None else lambda _, *how_far: show(doing, *how_far)):
+        yield
+
+
 def tell(doing: str, done: int, of: int, unit: str = "bytes") -> None:
     """That so much of it is done, where somebody listens; nothing of what has no name."""
     show = _shown.get()

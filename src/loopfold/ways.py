@@ -20,6 +20,7 @@ from loopfold.language.base import LanguageModel
 from loopfold.language.ngram import NGramLM
 from loopfold.language.recurrent import as_language_model
 from loopfold.states import in_evaluation, map_state, whole_number
+from loopfold.telling import tell, telling_of
 from loopfold.text.streams import Streams
 from loopfold.text.vocabulary import Tokens
 
@@ -70,6 +71,7 @@ class DynamicEvaluation(Way):
                 scored = follower(part[:, None].to(context.last.device), context)
                 nll = scored.nll[:, 0]
                 losses.append(nll.detach().double().cpu())
+                tell("scoring", min(len(losses) * self.window, len(ids)), len(ids), "tokens")
                 if hidden:
                     if not states:
                         check_held(hidden_of(model, scored), len(ids))
@@ -118,7 +120,8 @@ class DynamicEvaluation(Way):
 
         def loss(way: DynamicEvaluation) -> float:
             try:
-                return math.fsum(_reading(way, language_model, ids).losses.tolist())
+                with telling_of(f"tuning, rate {way.rate:.4g}, decay {way.decay:.4g}"):
+                    return math.fsum(_reading(way, language_model, ids).losses.tolist())
             except FloatingPointError:
                 return math.inf
 
@@ -151,6 +154,7 @@ def gradient_rms(
             for total, g in zip(squares, torch.autograd.grad(mean, parameters, allow_unused=True), strict=True):
                 if g is not None:
                     total.addcmul_(g, g)
+            tell("following gradients", (i + 1) * len(ids) // len(parts), len(ids), "tokens")
     return tuple((total / len(parts)).sqrt() for total in squares)
 
 
@@ -222,6 +226,7 @@ class NeuralCache(Way):
             every = scores.masked_fill_(~inside, -torch.inf).logsumexp(1)
             same = scores.masked_fill_(ids[t] != ids[i], -torch.inf).logsumexp(1)
             losses[first:end] = (every - same).double().cpu()
+            tell("looking back", end, len(ids), "tokens")
         return losses
 
     @staticmethod

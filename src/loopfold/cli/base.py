@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -226,17 +227,23 @@ def _telling() -> Iterator[None]:
         return
     live = sys.stderr.isatty()
     begun = shown = time.monotonic()
+    first = last = "", 0, begun  # what was told, and when
 
     def show(doing: str, done: int, of: int, unit: str) -> None:
-        nonlocal shown
+        nonlocal shown, first, last
         if not live and unit != "bytes":  # a log is told of long texts, which may take hours
             return
         ended, now = live and done >= of, time.monotonic()
+        if last[0] != doing or last[1] >= done:  # it begins, perhaps again
+            first = doing, done, now
+        last = doing, done, now
         if now - shown < (0.2 if live else 10) and not ended:
             return
         shown = now
         size, unit = (1e6, "MB") if unit == "bytes" else (1, unit)
         line = f"{printable(doing)}: {done / size:,.0f} of {of / size:,.0f} {unit}"
+        if now - first[2] >= 1 and done > first[1]:
+            line += f", {timedelta(seconds=round((of - done) * (now - first[2]) / (done - first[1])))} left"
         with suppress(OSError):
             sys.stderr.write(f"\r\x1b[K{'' if ended else line}" if live else line + "\n")
             sys.stderr.flush()

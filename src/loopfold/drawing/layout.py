@@ -13,6 +13,7 @@ from loopfold.drawing.circuit import Circuit, Edge, Level, Role, Variable
 from loopfold.drawing.routing import WIDE
 from loopfold.drawing.scene import label_size
 from loopfold.errors import Argument, OptionError, Spelt
+from loopfold.telling import tell
 from loopfold.wiring import When
 
 ROW = 0.95  # from one row of the book's variables to the next
@@ -240,7 +241,9 @@ class _Layers:
     def _straighten(self) -> None:
         """Join items into columns, each straight up, and give every column its place."""
         column: dict[_Item, list[_Item]] = {item: [item] for row in self.rows for item in row}
-        for a, b in self._by_importance():
+        pieces = self._by_importance()
+        for done, (a, b) in enumerate(pieces, start=1):
+            tell("laying out", done, len(pieces), "pieces of edges")
             if column[a] is column[b]:
                 continue
             one, two = column[a], column[b]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from loopfold.telling import tell
+
 Points = NDArray[np.float64]  # [points, 2], in inches
 
 GAP = 0.09  # between an edge and a node that it passes
@@ -82,7 +84,8 @@ class _Router:
     def routes(self) -> list[Route]:
         order = self._from_the_middle()
         known: dict[Hashable, Points] = {}  # the way relative to where it starts
-        for i in order:
+        for done, i in enumerate(order, start=1):
+            tell("drawing", done, len(order), "arrows")
             line = self.lines[i]
             start = self.spots[line.source].centre
             key = self._shape(line)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from loopfold.language.base import Context, LanguageModel, Next, Scored
 from loopfold.states import alive, whole_number
+from loopfold.telling import tell
 from loopfold.text.long import LARGE, unnamed_file
 
 _AT_A_TIME = 1 << 22  # places of the text
@@ -224,6 +225,7 @@ class Counted:
             self._begin()
         while self._k < n:
             self._lower.append(self._longer())
+            tell("counting n-grams", self._k, n, "orders")
         return [*self._lower, _smooth(self._keys, self._plain(), self._keys // self._V, self._contexts)] if n else []
 
     def _begin(self) -> None:
