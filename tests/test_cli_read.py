@@ -576,7 +576,8 @@ def test_generate_stops(here: Path) -> None:
 def test_a_prompt_from_standard_input(here: Path) -> None:
     needed = worked("generate", "run", "--prompt", "the c\n", "--length", "30")
     assert worked("generate", "run", "--prompt", "-", "--length", "30", stdin="the c\n") == needed
-    refused("standard input is empty", "generate", "run", "--prompt", "-")
+    refused("standard input is empty: leave out --prompt to begin", "generate", "run", "--prompt", "-")
+    assert worked("generate", "run", "--prompt", "-", "--length", "3", stdin="\n")
 
 
 def test_generate_prints_json(here: Path) -> None:

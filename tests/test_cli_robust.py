@@ -241,6 +241,14 @@ def test_a_run_that_goes_on_is_told_what_has_no_effect(here: Path) -> None:
     refused(said, "train", "--resume", "new", "--evaluate-every", 3)
 
 
+def test_nothing_to_compare_on(here: Path) -> None:
+    """The advice of other commands, to choose a part, would lead nowhere."""
+    assert said_by("train", "text.txt", "--out", "new", *TINY, "--split", "100/0/0")[0] == 0
+    said = r"new was trained on all of its text, and models .*: train one that has some, with --split or --test\.\n"
+    for on in ([], ["--on", "test"], ["--on", "valid"]):
+        refused(said, "compare", "new", "--no-neural", *on)
+
+
 # ------------------------------------------------------------------ memory
 
 

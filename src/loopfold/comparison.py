@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from loopfold.errors import Argument, OptionError
 from loopfold.evaluation import perplexity
 from loopfold.language.base import count_parameters
 from loopfold.language.ngram import NGramLM
@@ -46,6 +47,11 @@ def compare(
     if isinstance(runs, Run) or not runs:
         raise TypeError("compare needs a list of runs: compare([run]); lf.open_run(folder) opens one.")
     first = runs[0]
+    if not any(map(first.options.holds_out, ("test", "valid"))):
+        without = (
+            f"{first.path} was trained on all of its text, and models are compared on text that is held out: train "
+        )
+        raise OptionError(without, "one that has some, with ", Argument("split"), " or ", Argument("test"), ".")
     for run in runs[1:]:
         if run.config["corpus"]["sha256"] != first.config["corpus"]["sha256"]:
             raise RunError(f"{_otherwise(first, run)}: they cannot be compared.")

@@ -343,14 +343,17 @@ def generate(
     """Let a trained model write. Text appears as it is written; every token costs the same, however long the text."""
     from loopfold.errors import OptionError
     from loopfold.generation import log_probabilities, write
-    from loopfold.text.corpus import read_text
+    from loopfold.text.corpus import standard_input
     from loopfold.training.run import open_run
 
     if stop is not None and "" in stop:
         raise OptionError("--stop needs some text to end at; got an empty one.")
     found = _finite(open_run(run, device, trust=trust))
     model, vocabulary = found.model, found.vocabulary
-    prompt = read_text(["-"])[:] if prompt == "-" else prompt
+    if prompt == "-":
+        prompt = standard_input()
+        if not prompt:
+            raise OptionError("standard input is empty: leave out --prompt to begin with nothing.")
     before = [prompt]  # comes with the first piece, when nothing can be wrong with it any more
 
     def show(piece: str) -> None:

@@ -115,6 +115,11 @@ def read_text(sources: Sequence[str]) -> Read:
     return gathered.text()
 
 
+def standard_input() -> str:
+    """What is piped in, as text; it may be empty."""
+    return "".join(_decode(iter([_read_stdin(sys.stdin)]), _STDIN))
+
+
 def _check_names(sources: Sequence[str]) -> None:
     if not sources or "" in sources:
         raise CorpusError(f"no text was named: name a file, a folder, - for {_STDIN}, or {PYTHON_DOCS}.")
@@ -205,7 +210,7 @@ def _read(source: str, into: Gathering) -> None:
 def _read_stdin(stream: TextIO) -> bytes:
     """All of it; the second call gives the same as the first."""
     if stream.isatty():
-        raise CorpusError(f"{_STDIN} is the keyboard: pipe the text in, as in cat text.txt | loopfold train -")
+        raise CorpusError(f"{_STDIN} is the keyboard: pipe a text in, as in cat text.txt | loopfold ...")
     return stream.buffer.read()
 
 
