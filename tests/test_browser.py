@@ -4,6 +4,7 @@ Needs Chromium or Chrome. Where there is none these tests are skipped, or fail u
 """
 
 import base64
+import io
 import os
 import re
 import shutil
@@ -15,11 +16,15 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from reports import hostile
 
 import loopfold as lf
+from loopfold.drawing import charts
+from loopfold.drawing.figure import COLOURS
 from loopfold.report.subject import Subject
 
 try:
@@ -259,6 +264,28 @@ def test_light_and_dark(tab: "Page") -> None:
     tab.wait_for_function(f"{image} !== '{cells}'")  # the maps follow
     tab.emulate_media(media="print")
     assert background(tab) == light  # paper is white
+
+
+def test_every_colour_of_a_picture_follows_light_and_dark(browser: "Browser", tmp_path: Path) -> None:
+    """Those of markers too, which are painted where they are used."""
+    file = charts.learning_curves({"train": [(1, 3.0), (2, 2.0)]}, {"2-gram": 1.5}).save(tmp_path / "curve.svg")
+    context = browser.new_context(offline=True, device_scale_factor=4)
+    tab = context.new_page()
+    tab.goto(file.as_uri())
+
+    def seen() -> set[str]:
+        image = np.array(Image.open(io.BytesIO(tab.locator("svg").screenshot())).convert("RGB"))
+        colours, counts = np.unique(image.reshape(-1, 3), axis=0, return_counts=True)
+        return {"#" + bytes(colour).hex() for colour in colours[counts > 20]}
+
+    uses = ("paper", "ink", "muted", "blue")
+    light, dark = ({COLOURS[use][i] for use in uses} for i in (0, 1))
+    assert seen() & (light | dark) == light
+    tab.emulate_media(color_scheme="dark")
+    assert seen() & (light | dark) == dark
+    tab.emulate_media(media="print")
+    assert seen() & (light | dark) == light
+    context.close()
 
 
 def test_print_shows_every_section_and_no_control(tab: "Page") -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import loopfold as lf
 from loopfold.drawing import charts, glyphs
-from loopfold.drawing.figure import LIGHT, Drawing
+from loopfold.drawing.figure import COLOURS, LIGHT, Drawing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -416,10 +416,15 @@ def test_pictures_follow_light_and_dark_and_take_any_text(kind: str, tmp_path: P
     drawing = KINDS[kind]()
     assert_legible(drawing)
     svg = drawing.svg()
-    assert "var(--lf-ink)" in svg
-    assert "var(--lf-muted)" in svg
-    assert "prefers-color-scheme: dark" in svg
-    left = {colour.lower() for colour in re.findall(r"(?:fill|stroke): (#\w{6})", svg.split("</style>", 1)[1])}
+    dark, painted = svg.split("</style>", 1)
+    assert dark.count("@media screen and (prefers-color-scheme: dark)") == 1
+    used = set(re.findall(r"(fill|stroke): ([^;\"]+)", painted))
+    assert {colour for _, colour in used if not re.fullmatch("none|#[0-9a-f]{6}", colour)} == set()  # for any viewer
+    assert {("fill", LIGHT["ink"]), ("fill", LIGHT["muted"])} <= used
+    names = {light: (light, dark) for light, dark in COLOURS.values()}
+    for paint, colour in used & {(paint, colour) for paint in ("fill", "stroke") for colour in names}:
+        assert f'[style*="{paint}: {colour}"] {{ {paint}: {names[colour][1]} !important }}' in dark
+    left = {colour for _, colour in used} - {"none", *names}
     assert left <= {"#ffffff", "#000000"} or kind in ("flow", "steps", "states")  # those have a bar of colours
     assert KINDS[kind]().svg() == KINDS[kind]().svg()  # the same picture is the same file
     for ending in ("png", "pdf", "html"):

@@ -65,9 +65,18 @@ def test_a_place_that_cannot_be_is_refused_before_the_work(here: Path, monkeypat
     monkeypatch.setattr("loopfold.gradients.gradient_flow", worked_on)
     monkeypatch.setattr("loopfold.report.page.report_page", worked_on)
     refused("--out is a folder here, for several pictures; got the file x.jpg", "gradients", "run", "--out", "x.jpg")
+    refused("x.png. Type --out pictures --format png.", "gradients", "run", "--out", "x.png")
+    refused("there is no format 'pgn'; choose from svg, png", "gradients", "run", "--format", "pgn")
     refused("text.txt is a file: name a folder", "gradients", "run", "--out", "text.txt")
     refused("must end in .html; got x.jpg", "report", "run", "--out", "x.jpg")
     assert not Path("x.jpg").exists()
+
+
+def test_the_pictures_of_gradients_in_a_format_of_choice(here: Path) -> None:
+    assert "gradient_flow.png" in worked("gradients", "run", "--steps", "3", "--format", "png", "--out", "images")
+    found = [path.read_bytes() for path in Path("images").iterdir()]
+    assert len(found) == 4
+    assert all(data.startswith(b"\x89PNG") for data in found)
 
 
 def test_those_who_work_long_say_how_far_they_are() -> None:

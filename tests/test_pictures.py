@@ -1,6 +1,8 @@
 """What a picture says is true, in the user's own names, and can be read: labels, straight lines, legends, formats."""
 
+import base64
 import re
+import struct
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 import loopfold as lf
 from loopfold.drawing.circuit import Circuit, Role
-from loopfold.drawing.figure import LIGHT
+from loopfold.drawing.figure import LIGHT, Drawing, new_figure, style
 from loopfold.drawing.layout import blocks
 from loopfold.drawing.legend import legend
 from loopfold.drawing.networks import circuit
@@ -461,8 +463,31 @@ def test_graphviz_gets_ranks_and_colours() -> None:
 
 def test_the_black_square_is_black_in_the_dark() -> None:
     svg = lf.draw(lf.Elman(3, 5)).svg()
-    assert "fill: var(--lf-delay)" in svg
-    assert "--lf-delay: #000000" in svg
+    delay = LIGHT["delay"]
+    assert f"fill: {delay}; stroke: " in svg
+    assert f'[style*="fill: {delay}"] {{ fill: #000000 !important }}' in svg
+
+
+def test_formulas_are_runs_of_letters_at_places_of_their_own() -> None:
+    """Words stay words in a font that is narrower, and viewers that know no places within a text show formulas too."""
+    svg = lf.draw(lf.LSTM(3, 5), steps=2, level=lf.Level.OPERATIONS).svg()
+    assert "<tspan" not in svg
+    runs = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert {"tanh", "(1)", "(2)", "σ", "what it starts from"} <= set(runs)
+    name = r"$\mathrm{hidden}\,\mathrm{input}_{ab}^{(3)}<x$"
+    with style():
+        figure = new_figure(2, 1)
+        figure.text(0.1, 0.5, name)
+    runs = re.findall(r"<text[^>]*>([^<]*)</text>", Drawing(figure, "a name").svg())
+    assert runs[:2] == ["hidden", "input"]  # a thin space stays a space
+    assert sorted(runs[2:]) == sorted(["ab", "(3)", "&lt;", "x"])
+
+
+def test_heat_maps_have_cells_with_edges_where_images_are_smoothed() -> None:
+    svg = lf.draw_attention(torch.eye(3), ["a", "b", "c"], ["d", "e", "f"]).svg()
+    data = re.findall(r'href="data:image/png;base64,([^"]*)"', svg)[0]
+    width, height = struct.unpack(">II", base64.b64decode(data)[16:24])
+    assert min(width, height) > 20 * 3
 
 
 def test_an_unknown_ending_is_refused_before_the_work(tmp_path: Path) -> None:

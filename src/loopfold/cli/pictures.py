@@ -12,6 +12,7 @@ from loopfold.cli.base import (
     TextOption,
     TrustOption,
     app,
+    completing,
     echo,
     echo_json,
     flag,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 SHARES = 200_000_000  # numbers: the shares of each step hold as many as the parameters, times the steps
 LONGEST = 1_000  # steps of a passage, for which a GRU of 320 units takes minutes
+FORMATS = ("svg", "png", "pdf", "html")  # of these pictures, none of which is a graph
 FILES = (".svg", ".png", ".pdf", ".html", ".htm", ".dot", ".jpg", ".jpeg", ".gif", ".webp")
 
 
@@ -44,19 +46,26 @@ def gradients(
     steps: Annotated[
         int, typer.Option(min=1, max=LONGEST, help="Steps of a passage; the time it takes grows with its square.")
     ] = 64,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format", help="How the pictures are written: svg, png, pdf or html.", autocompletion=completing(*FORMATS)
+        ),
+    ] = FORMATS[0],
     on: PartOption = None,
     text: TextOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table to read.")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Where gradients vanish or explode, what each step adds, the eigenvalues of W, and which unit tracks what."""
-    from loopfold.errors import OptionError
+    from loopfold.errors import OptionError, choose
     from loopfold.gradients import gradient_flow, per_step_gradients
     from loopfold.language.base import count_parameters
     from loopfold.language.recurrent import RecurrentLM
     from loopfold.probing import beginning, hidden_states
     from loopfold.training.run import open_run
 
+    choose("format", kind, FORMATS)
     found = open_run(run, trust=trust, text=text or ())
     model = found.model
     if not isinstance(model, RecurrentLM):
@@ -72,7 +81,7 @@ def gradients(
     states = hidden_states(model, found.vocabulary, beginning(found.text(on)))
     drawings = {"gradient_flow": flow.draw(), "step_gradients": shares.draw(), "hidden_states": states.draw()}
     drawings |= {"eigenvalues": spectrum.draw()} if spectrum else {}
-    paths = _save(drawings, folder)
+    paths = _save(drawings, folder, kind)
     verdict = spelt(flow.said) + _already(found.options)
     passages = f"{on} text, {x.shape[1]} passage{'s'[: x.shape[1] > 1]} of {len(x)} {found.vocabulary.unit}s"
     if as_json:
@@ -116,7 +125,10 @@ def _folder(out: Path) -> Path:
     from loopfold.training.stored import RunError
 
     if out.suffix.lower() in FILES and not out.exists():
-        raise OptionError(f"--out is a folder here, for several pictures; got the file {out}. Type --out pictures.")
+        chosen = f" --format {kind}" if (kind := out.suffix.lower().removeprefix(".")) in FORMATS[1:] else ""
+        raise OptionError(
+            f"--out is a folder here, for several pictures; got the file {out}. Type --out pictures{chosen}."
+        )
     if out.is_file():
         raise OptionError(f"{out} is a file: name a folder, such as --out pictures.")
     try:
@@ -126,12 +138,12 @@ def _folder(out: Path) -> Path:
     return out
 
 
-def _save(drawings: "dict[str, Drawing]", folder: Path) -> list[Path]:
+def _save(drawings: "dict[str, Drawing]", folder: Path, kind: str) -> list[Path]:
     from loopfold.training.folder import ELSEWHERE
     from loopfold.training.stored import RunError
 
     try:
-        return [drawing.save(folder / f"{name}.svg") for name, drawing in drawings.items()]
+        return [drawing.save(folder / f"{name}.{kind}") for name, drawing in drawings.items()]
     except OSError as error:  # whose words name the file
         raise RunError(f"{error} ", *ELSEWHERE) from error
 

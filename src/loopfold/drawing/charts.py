@@ -413,7 +413,7 @@ def _cells(axes: "Axes", data: Tensor, there: Tensor, **colours: Any) -> "AxesIm
     import numpy as np
 
     shown = np.ma.masked_array(data.numpy(), ~there.numpy())
-    return axes.imshow(shown, aspect="auto", interpolation="none", **colours)
+    return axes.imshow(shown, aspect="auto", interpolation="nearest", **colours)
 
 
 def _middle(values: Tensor) -> float:

@@ -3,6 +3,7 @@
 import hashlib
 import html
 import io
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from loopfold.drawing.glyphs import advance
 from loopfold.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Every colour of a picture by its use, on light paper and on dark. A figure is painted with the light one; SVG and
-# HTML name it by its use, so that a viewer set to dark gets the other. Raster images and print are always light.
+# HTML have rules for a browser set to dark. Raster images, print and viewers that know no such rules are always light.
 COLOURS = {
     "ink": ("#1f2328", "#e8eaed"),
     "paper": ("#fffffe", "#15181d"),
@@ -43,6 +45,7 @@ COLOURS = {
 LIGHT = {use: light for use, (light, _) in COLOURS.items()}
 TURNS = ("blue", "orange", "green", "purple", "teal", "red", "olive", "pink", "brown")  # for lines and parameters
 CYCLE = [LIGHT[use] for use in TURNS]
+_FINE = 288  # dots an inch of the heat maps in a file: their cells have edges in what smooths images too
 FORMATS = ("svg", "png", "html", "dot", "pdf")
 
 
@@ -87,8 +90,8 @@ class Drawing:
         """The picture as an `<svg>` element that follows light and dark, to stand in a page or in a file."""
         with style():
             buffer = io.StringIO()
-            self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        return _themed(buffer.getvalue(), self.title)
+            self.figure.savefig(buffer, format="svg", dpi=_FINE, metadata={"Date": None, "Creator": None})
+        return _element(buffer.getvalue(), self.title)
 
     def html(self) -> str:
         """A page with the picture alone."""
@@ -117,7 +120,7 @@ class Drawing:
         buffer = io.BytesIO()
         metadata = {"CreationDate": None} if kind == "pdf" else {"Software": None, "Title": self.title}
         with style():
-            self.figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
+            self.figure.savefig(buffer, format=kind, dpi=_FINE if kind == "pdf" else 200, metadata=metadata)
         return buffer.getvalue()
 
     def _repr_html_(self) -> str:
@@ -191,20 +194,52 @@ def theme_css(selector: str) -> str:
     )
 
 
-def _themed(svg: str, title: str) -> str:
-    """matplotlib's SVG as one element: colours by their use, names of its own, words for those who cannot see."""
+def _element(svg: str, title: str) -> str:
+    """matplotlib's SVG as one element, with rules for the dark, names of its own, words for those who cannot see."""
     svg = svg[svg.index("<svg") :]
-    mark = "lf" + hashlib.sha256((title + svg).encode()).hexdigest()[:8]
-    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{mark}-", svg)  # many pictures may share a page
-    for use, (light, _) in COLOURS.items():
-        svg = svg.replace(light, f"var(--lf-{use})")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
+    svg = re.sub(r"<text>\s*(<tspan .*?)\s*</text>", _runs, svg, flags=re.DOTALL)
     svg = re.sub(
         r"font-family: '(?:DejaVu Serif|STIX)[^';]*'(?=[;\"])", r"\g<0>, Georgia, 'Times New Roman', serif", svg
     )
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<text(?=[^<]*  )", '<text xml:space="preserve"', svg)
+    # a marker is painted as each <use> of it says, which rules for the dark can change, and not as it says itself
+    svg = re.sub(r'(<defs>\s*<path [^>]*?) style="stroke[^"]*"', r"\1", svg)
+    mark = "lf" + hashlib.sha256((title + svg).encode()).hexdigest()[:8]
+    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{mark}-", svg)  # many pictures may share a page
+    svg = svg.replace('<style type="text/css">*{', f'<style type="text/css">.{mark}{{')
     head, rest = svg.split(">", 1)
     name = html.escape(title, quote=True)
     head = head.replace("<svg", f'<svg class="loopfold {mark}" role="img" aria-label="{name}"', 1)
-    css = f"{theme_css('.' + mark)}\n.{mark} text {{ white-space: pre }}"
-    return f"{head}><title>{name}</title><style>{css}</style>{rest}"
+    return f"{head}><title>{name}</title><style>{_dark_css(mark, svg)}</style>{rest}"
+
+
+def _runs(formula: re.Match[str]) -> str:
+    """A formula, of which matplotlib places every letter by itself, as runs of letters that follow each other: a word
+    stays one in any font, and what knows no places within a text shows it too."""
+    placed = re.findall(r'<tspan x="([^"]*)" y="([^"]*)" style="([^"]*)">(.*?)</tspan>', formula[1])
+    runs: list[str] = []
+    last: dict[tuple[str, str], tuple[int, float]] = {}  # at each height, in each style: the last run, and its end
+    for x, y, style, letter in sorted(placed, key=lambda glyph: float(glyph[0])):
+        css = dict(part.split(": ") for part in style.split("; "))
+        size = float(css["font-size"].removesuffix("px"))
+        run, end = last.get((y, style), (0, math.inf))
+        if abs(float(x) - end) > 0.1 * size:
+            run = len(runs)
+            runs.append(f'<text x="{x}" y="{y}" style="{style}">')
+        runs[run] += letter
+        across = advance(html.unescape(letter), css["font-family"].strip("'"), "font-style" in css)
+        last[y, style] = run, float(x) + size * across
+    return "".join(f"{run}</text>\n" for run in runs)
+
+
+def _dark_css(mark: str, svg: str) -> str:
+    """Rules for the colours of a picture where a browser is set to dark; all else shows the light ones in the SVG."""
+    rules = [
+        f'.{mark} [style*="{paint}: {light}"] {{ {paint}: {dark} !important }}\n'
+        for light, dark in COLOURS.values()
+        for paint in ("fill", "stroke")
+        if f"{paint}: {light}" in svg
+    ]
+    return f"@media screen and (prefers-color-scheme: dark) {{\n.{mark} {{ color-scheme: dark }}\n{''.join(rules)}}}"

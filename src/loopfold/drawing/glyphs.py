@@ -82,3 +82,14 @@ def _glyphs(file: str) -> frozenset[int]:
         return frozenset(FT2Font(file).get_charmap())
     except (OSError, RuntimeError):  # gone since matplotlib looked, or broken
         return frozenset()
+
+
+@cache
+def advance(character: str, family: str, italic: bool = False) -> float:
+    """How far after a character the next begins, as a share of the size of the letters."""
+    from matplotlib.font_manager import FontProperties, findfont
+    from matplotlib.ft2font import FT2Font
+
+    font = FT2Font(findfont(FontProperties(family=[family], style="italic" if italic else "normal")))
+    font.set_size(100, 72)
+    return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100
