@@ -24,6 +24,7 @@ import loopfold as lf
 from loopfold.drawing.circuit import Circuit, Role, Variable
 from loopfold.drawing.draw import data_of
 from loopfold.drawing.networks import circuit
+from loopfold.drawing.paint import paint
 from loopfold.drawing.picture import circuit_scene, unfolded_scene
 from loopfold.drawing.scene import Scene
 from loopfold.drawing.unfolded import Moment, Unfolded
@@ -520,7 +521,9 @@ def collisions(scene: Scene) -> list[str]:
     spots = {key: shape.spot for key, shape in scene.shapes.items()}
     routes = scene.routes()
     labels = [
-        (np.array(r.label), np.array(line.label)) for r, line in zip(routes, scene.lines(), strict=True) if r.label
+        (i, np.array(r.label), np.array(line.label))
+        for i, (r, line) in enumerate(zip(routes, scene.lines(), strict=True))
+        if r.label
     ]
     ways = [_dense(r.points) for r in routes]
     for one, two in itertools.combinations(spots.values(), 2):
@@ -531,16 +534,22 @@ def collisions(scene: Scene) -> list[str]:
         for key, spot in spots.items():
             if key not in (link.source, link.target) and spot.holds(way).any():
                 found.append(f"an edge over {scene.shapes[key].text}")
-    for (a, half), (b, other) in itertools.combinations(labels, 2):
+    for (_, a, half), (_, b, other) in itertools.combinations(labels, 2):
         if (np.abs(a - b) < half + other).all():
             found.append(f"two labels at {a}")
-    for place, half in labels:
+    for i, place, half in labels:
         found += [
             f"a label over the node at {spot.centre}"
             for spot in spots.values()
             if spot.holds(np.clip(spot.centre, place - half, place + half)[None])[0]
         ]
-        found += [f"a label over an edge at {place}" for way in ways if (np.abs(way - place) < half).all(1).any()]
+        gaps = np.array([np.maximum(np.abs(way - place) - half, 0).max(1).min() for way in ways])
+        others = np.arange(len(ways)) != i
+        if (gaps[others | (not routes[i].on)] == 0).any():  # one that stands on its edge interrupts it
+            found.append(f"a label over an edge at {place}")
+        said = [link.label() != scene.links[i].label() for link in scene.links]
+        if (gaps[said] < gaps[i]).any():
+            found.append(f"a label beside the wrong edge at {place}")
     return found
 
 
@@ -564,6 +573,17 @@ def test_no_node_edge_or_label_lies_on_another(
     drawn = circuit(PATTERNS[name](), level, feeding, None)
     scene = circuit_scene(drawn) if steps is None else unfolded_scene(Unfolded(drawn, steps), None, False)
     assert collisions(scene) == []
+
+
+def test_labels_of_layers_both_ways_stand_beside_their_own_edges_or_interrupt_them() -> None:
+    both = lf.Stacked([lf.Bidirectional(lf.GRU(n, 5), lf.GRU(n, 5)) for n in (3, 10)])
+    model = lf.EncoderDecoder(both, lf.Stacked([lf.GRU(10 + 4, 6), lf.GRU(6, 6)]), outputs=4)
+    drawn = circuit(model, lf.Level.BOOK, None, None)
+    unfolded = unfolded_scene(Unfolded(drawn, (3, 3)), None, False)
+    assert collisions(circuit_scene(drawn)) == collisions(unfolded) == []
+    over = sum(way.on for way in unfolded.routes())
+    (axes,) = paint(unfolded).figure.axes
+    assert sum(text.get_bbox_patch() is not None for text in axes.texts) == over > 0
 
 
 # ------------------------------------------------------------------ the object

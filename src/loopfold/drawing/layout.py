@@ -59,11 +59,15 @@ def _book(circuit: Circuit, members: list[Variable]) -> Block:
     inputs = [variable for variable in members if variable.role is Role.INPUT]
     found = _abreast([v for v in inputs if v.when is not When.ONCE], 0.0)
     found |= _abreast([v for v in inputs if v.when is When.ONCE], -ROW if found else 0.0)
+    within = [edge for edge in circuit.edges if edge.lag == 0 and edge.target in members]
+    widest = max((2 * label_size(e.parameters, e.note, e.product)[0] for e in within), default=0.0)
+    both_ways = len({variable.backwards for variable in members}) > 1
+    apart = min(max(APART, widest + (1.0 if both_ways else 0.6)), 1.5)  # room for the labels of edges between them
     row = 1
     for layer in sorted({variable.layer for variable in members if variable.role is Role.STATE}):
         states = _in_order(circuit, [v for v in members if v.role is Role.STATE and v.layer == layer])
         for i, state in enumerate(states):
-            found[state] = ((i - (len(states) - 1) / 2) * APART, row * ROW)
+            found[state] = ((i - (len(states) - 1) / 2) * apart, row * ROW)
             row += 1
     middle = 0.0
     for variable in (v for role in _TOP for v in members if v.role is role):

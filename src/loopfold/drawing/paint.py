@@ -162,6 +162,7 @@ def _paint_link(axes: Any, link: Link, way: Route, colour_of: dict[tuple[str, ..
             fontsize=font,
             color=shade,
             zorder=5,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": LIGHT["paper"], "linewidth": 0} if way.on else None,
         )
 
 

@@ -124,23 +124,25 @@ def circuit_scene(circuit: Circuit) -> Scene:
         for v in circuit.variables
     }
     links: list[Link] = []
-    delays: dict[tuple[Variable, int], Hashable] = {}
+    delays: dict[tuple[Variable, int], Spot] = {}
     loops = _loops(circuit, shapes)
     for edge in circuit.edges:
-        if edge.lag == 0:
-            way = columns.way(edge, _column_of(edge.target), None)
-            links.append(_link(edge, edge.source, edge.target, way, columns.ends(edge)))
-            continue
         key = (edge.source, edge.lag)
-        if key not in delays:
-            delays[key] = ("delay", *key)
+        if edge.lag != 0 and key not in delays:
             place, via = _delay(columns, shapes, loops, key)
-            shapes[delays[key]] = Shape(Spot(*place, 0.085, 0.085), "", LIGHT["delay"], "square")
-            links.append(Link(edge.source, delays[key], ("to the delay", edge), dashed=_is_fed(edge), via=via))
-        way = columns.way(edge, 1, None)
-        if not way and loops[key].around:
-            way = ((shapes[delays[key]].spot.x, shapes[edge.target].spot.y),)
-        links.append(_link(edge, delays[key], edge.target, way, columns.ends(edge)))
+            delays[key] = Spot(*place, 0.085, 0.085)
+            shapes["delay", *key] = Shape(delays[key], "", LIGHT["delay"], "square")
+            links.append(Link(edge.source, ("delay", *key), ("to the delay", edge), dashed=_is_fed(edge), via=via))
+    for edge in circuit.edges:
+        key = (edge.source, edge.lag)
+        source = ("delay", *key) if key in delays else edge.source
+        way = columns.way(edge, _column_of(edge.target), None)
+        if key in delays and not way and edge.target is not edge.source and loops[key].around:
+            x, target = delays[key].x, shapes[edge.target].spot
+            on_lane = (d for d in delays.values() if abs(d.y - target.y) < 0.2 and x != d.x)
+            if not any((d.x - x) * (d.x - target.x) < 0 for d in on_lane):  # else it would lead over a delay
+                way = ((x, target.y),)
+        links.append(_link(edge, source, edge.target, way, columns.ends(edge)))
     return Scene(f"The circuit of {circuit.name}", shapes, links, tuple(circuit.said.items()))
 
 
@@ -193,7 +195,7 @@ def _delay(
         return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
     height, targets = shapes[source].spot.y, loops[key].targets
     y = (height + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
-    away = max([0.62, *(2 * half + 0.2 for half in columns.across)])
+    away = max([0.62, *(2 * half + 0.45 for half in columns.across)])
     beside = x + (columns.left[source.phase] - away if lag > 0 else columns.right[source.phase] + away)
     if around := loops[key].around:
         lane = beside - math.copysign(0.3 + 2 * _LANE * around, lag)

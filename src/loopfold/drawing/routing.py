@@ -13,8 +13,9 @@ Points = NDArray[np.float64]  # [points, 2], in inches
 
 GAP = 0.09  # between an edge and a node that it passes
 BETWEEN = np.array([0.1, 0.0])  # two labels side by side, which would be read as one
-WIDE = 0.3  # half the width of a label that takes its place before others
+WIDE = 0.15  # half the width of a label that takes its place before others
 SAMPLES = 25  # points along a curve
+ROUNDS = 3  # of new orders in which labels choose their places
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of an edge from border to border, and the middle of its label."""
+    """The way of an edge from border to border, and the middle of its label; `on`: the label interrupts the edge."""
 
     points: Points
     label: tuple[float, float] | None
+    on: bool = False
 
 
 def route(spots: dict[Hashable, Spot], lines: list[Line]) -> list[Route]:
@@ -96,22 +98,41 @@ class _Router:
             self.taken = np.concatenate([self.taken, points])
             self.owner = np.concatenate([self.owner, np.full(len(points), i)])
             self.pieces = np.concatenate([self.pieces, [path[:-1], path[1:]]], 1)
-        places: dict[Hashable, Points] = {}
-        labels: list[tuple[float, float] | None] = [None] * len(self.lines)
         wide = [i for i in order if self.lines[i].label[0] > WIDE]  # beside a short line there are two places, at least
-        for i in (*wide[::-1], *(i for i in order if i not in wide)):
-            line = self.lines[i]
-            if not any(line.label):
-                continue
-            start = self.spots[line.source].centre
-            key = (self._shape(line), line.label)
-            place = start + places[key] if key in places else self._free_place(i)
-            if self._hits(i, place, *self._nearby(i)):
-                place = self._free_place(i)
-            places.setdefault(key, place - start)
-            labels[i] = (float(place[0]), float(place[1]))
-            self.boxes = np.concatenate([self.boxes, [[*place, *line.label]]])
-        return [Route(path, label) for path, label in zip(self.paths, labels, strict=True)]
+        order = [i for i in (*wide[::-1], *(i for i in order if i not in wide)) if any(self.lines[i].label)]
+        best, least = self._labelled(order)
+        for _ in range(ROUNDS):
+            if not (hindered := {self._named(i) for i, hits in least.items() if hits}):
+                break
+            order.sort(key=lambda i: self._named(i) not in hindered)  # those that found no free place go first
+            routes, hits = self._labelled(order)
+            if sum(hits.values()) < sum(least.values()):
+                best, least = routes, hits
+        return best
+
+    def _labelled(self, order: list[int]) -> tuple[list[Route], dict[int, float]]:
+        """Every way with a place for its label, chosen in this order; and how much each label lies on."""
+        routes = [Route(path, None) for path in self.paths]
+        places: dict[Hashable, tuple[Points, bool]] = {}
+        found: dict[int, float] = {}
+        self.boxes = np.zeros((0, 4))
+        for i in order:
+            start = self.spots[self.lines[i].source].centre
+            nearby = self._nearby(i)
+            place, on = places.get(self._named(i), (None, False))
+            if place is None or self._hits(i, place + start, on, *nearby):
+                place, on = self._free_place(i, nearby)
+                place = place - start
+            places.setdefault(self._named(i), (place, on))
+            x, y = (place + start).tolist()
+            routes[i] = Route(self.paths[i], (x, y), on)
+            found[i] = self._hits(i, place + start, on, *nearby)
+            self.boxes = np.concatenate([self.boxes, [[x, y, *self.lines[i].label]]])
+        return routes, found
+
+    def _named(self, i: int) -> Hashable:
+        """The shape of a line and its label: that of every step has its label at the same place."""
+        return self._shape(self.lines[i]), self.lines[i].label
 
     def _from_the_middle(self) -> list[int]:
         """Short lines first; of one length, those in the middle: what is free there is free at the borders too."""
@@ -213,28 +234,47 @@ class _Router:
 
     # ------------------------------------------------------------------ labels
 
-    def _free_place(self, i: int) -> Points:
-        """Beside the middle of a way if it can be, else nearer to an end."""
+    def _free_place(self, i: int, nearby: tuple[Points, NDArray[np.bool_]]) -> tuple[Points, bool]:
+        """Beside the middle of a way if it can be, else nearer to an end, else on it, else further away."""
+        places = self._along(i, *nearby)
+        best, least = (places[0][0], True), np.inf
+        for place, on in (*self._beside(i, places, 0.13), *self._upon(i, places), *self._beside(i, places, np.inf)):
+            hits = self._hits(i, place, on, *nearby)
+            if hits < least:
+                best, least = (place, on), hits
+            if not hits:
+                break
+        return best
+
+    def _along(self, i: int, points: Points, mine: NDArray[np.bool_]) -> list[tuple[Points, Points]]:
+        """Points along a way, and its direction there, from the middle out; what it shares with others is last."""
+        length = float(np.hypot(*np.diff(self.paths[i], axis=0).T).sum())
+        fine = resampled(self.paths[i], max(51, math.ceil(length / 0.04)))
+        shared = np.abs(fine[:, None] - points[~mine][None]).max(-1).min(1, initial=np.inf) <= 0.05
+        parts = [part for part in (np.flatnonzero(~shared[2:-2]) + 2, np.flatnonzero(shared[2:-2]) + 2) if len(part)]
+        middle = parts[0][len(parts[0]) // 2]
+        order = [k for part in parts for k in sorted(part, key=lambda k: abs(k - middle))[:: max(1, len(part) // 50)]]
+        return [(fine[k], fine[k + 1] - fine[k - 1]) for k in order]
+
+    def _beside(self, i: int, along: list[tuple[Points, Points]], furthest: float) -> Iterator[tuple[Points, bool]]:
+        """Places for a label on both sides of its way, up to `furthest` away."""
         half_width, half_height = self.lines[i].label
-        fine = resampled(self.paths[i], 101)
-        nearby = self._nearby(i)
-        best, least = fine[50], np.inf
-        along = sorted(range(4, 97, 2), key=lambda k: abs(k - 50))
-        for k, furthest in ((k, furthest) for furthest in (0.13, np.inf) for k in along):  # at the edge, else anywhere
-            way = fine[k + 1] - fine[k - 1]
+        for point, way in along:
             normal = np.array([-way[1], way[0]]) / (np.hypot(*way) or 1.0)
             if normal[1] < -0.2 or (abs(normal[1]) <= 0.2 and normal[0] > 0):
                 normal = -normal  # above, or to the left, if it can be
             away = abs(normal[0]) * half_width + abs(normal[1]) * half_height + 0.04 + self.lines[i].half
             more = min(away, furthest)
-            shifts = [side * (away + more * further) for further in (0.0, 0.4, 0.9, 1.5) for side in (1, -1)]
-            for place in (fine[k] + shift * normal for shift in shifts):
-                hits = self._hits(i, place, *nearby)
-                if hits < least:
-                    best, least = place, hits
-                if not hits:
-                    return place
-        return best
+            for further in (0.0, 0.4, 0.9, 1.5):
+                for side in (1, -1):
+                    yield point + side * (away + more * further) * normal, False
+
+    def _upon(self, i: int, along: list[tuple[Points, Points]]) -> Iterator[tuple[Points, bool]]:
+        """Places for a label on its way, of which both ends can still be seen."""
+        half = np.array(self.lines[i].label) + 0.02
+        way = _spaced(self.paths[i])
+        ends = np.concatenate([way[:3], way[-6:]])
+        return ((point, True) for point, _ in along if not (np.abs(ends - point) < half).all(1).any())
 
     def _nearby(self, i: int) -> tuple[Points, NDArray[np.bool_]]:
         """The points of ways around line `i`, and which are its own."""
@@ -242,7 +282,7 @@ class _Router:
         near = ((self.taken > low) & (self.taken < high)).all(1)
         return self.taken[near], self.owner[near] == i
 
-    def _hits(self, i: int, place: Points, points: Points, mine: NDArray[np.bool_]) -> float:
+    def _hits(self, i: int, place: Points, on: bool, points: Points, mine: NDArray[np.bool_]) -> float:
         """How much else the label of line `i` would lie on, and whether it would be taken for that of another."""
         half = np.array(self.lines[i].label) + 0.02
         nearest = np.clip(self.centres, place - half, place + half)
@@ -250,8 +290,9 @@ class _Router:
         nodes = np.where(self.round, np.hypot(*away.T) < self.halves[:, 0], (away < self.halves).all(1))
         boxes = (np.abs(self.boxes[:, :2] - place) < self.boxes[:, 2:] + half + BETWEEN).all(1)
         gap = np.maximum(np.abs(points - place) - half, 0).max(1)  # from the label's border to each point
-        nearer = bool((gap[~mine] < gap[mine].min() + 0.03).any())
-        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int((gap == 0).sum()) + 3.0 * nearer
+        nearer = sum(bool((gap[~mine] < gap[mine].min() + more).any()) for more in (-0.01, 0.03))
+        over = gap[~mine] if on else gap
+        return 50 * int(nodes.sum()) + 50 * int(boxes.sum()) + int((over == 0).sum()) + 1.5 * nearer
 
 
 # ------------------------------------------------------------------ geometry
