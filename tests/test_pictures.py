@@ -185,6 +185,14 @@ def test_symbols() -> None:
     assert symbol("hidden_to_hidden") == r"\mathrm{hidden\_to\_hidden}"
 
 
+def test_entries_of_a_list_of_parameters_are_named_after_it() -> None:
+    assert parameter_symbols(["W.0", "W.1", "cell.taps.0"]) == {
+        "W.0": "W_{0}",
+        "W.1": "W_{1}",
+        "cell.taps.0": r"\mathrm{taps\_0}",
+    }
+
+
 # ------------------------------------------------------------------ what is where
 
 

@@ -83,6 +83,8 @@ def parameter_symbols(names: Iterable[str], *subscripts: str) -> dict[str, str]:
 def _path(name: str) -> tuple[str, ...]:
     """The parts of a name, the letter last: `gate.weight` → W_gate in one; numbers belong to what is before them."""
     *before, last = name.split(".")
+    if before and last.isdigit():  # an entry of a ParameterList
+        last = f"{before.pop()}_{last}"
     if before and (last in ("weight", "bias") or last.startswith(("weight_", "bias_"))):
         letter, _, rest = last.partition("_")
         if before[-1] == "embedding":
