@@ -4,13 +4,14 @@ import copy
 import itertools
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers import FastAndSlow, LearnedStart
-from test_engines import assert_agrees
+from test_engines import assert_agrees, everything
 from torch import Tensor, nn
 
 import loopfold as lf
@@ -701,21 +702,66 @@ def test_it_explains_itself() -> None:
     assert "Checkpointed(" in repr(lf.Recurrent(lf.LSTM(4, 16), lf.Checkpointed(every=5)))
 
 
-def test_sequences_that_meet_and_end_at_different_steps_are_refused() -> None:
-    """In Sequential one that has ended starts again from the first state; in a piece it could not be the same."""
+class Meets(lf.Transition):
+    """The sequences of a batch see each other."""
 
-    class Meets(lf.Transition):
-        def __init__(self) -> None:
-            super().__init__()
-            self.W = nn.Parameter(torch.eye(3))
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.eye(3))
 
-        def forward(self, h: Tensor, x: Tensor) -> Tensor:
-            h = torch.tanh(h @ self.W + x)
-            return h - h.mean(0)
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        h = torch.tanh(h @ self.W + x)
+        return h - 0.5 * h.mean(0)
 
-    cell, x = Meets(), torch.randn(6, 3, 3)
-    with pytest.raises(ValueError, match="mixes the sequences of a batch.* would be seen by the others"):
-        lf.unfold(cell, x, lengths=[6, 1, 3], engine=lf.Checkpointed(every=2))
-    with pytest.warns(lf.EngineWarning, match="Python loop"):
-        found = lf.unfold(cell, x, engine=lf.Checkpointed(every=2)).hidden
-    torch.testing.assert_close(found, lf.unfold(cell, x, engine=lf.Sequential()).hidden)
+
+class Normalised(Meets):
+    """They do so where no trace sees it: it ends at the statistics, which the step adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(h @ self.W + x))
+
+
+@pytest.mark.parametrize("inner", [lf.Sequential(), lf.Auto()], ids=str)
+@pytest.mark.parametrize("make", [Meets, Normalised])
+def test_sequences_that_meet_and_end_at_different_steps(make: Callable[[], nn.Module], inner: lf.Engine) -> None:
+    """One that has ended starts again from the first state, which is not that of a piece, and others see it."""
+
+    def found(engine: lf.Engine, lengths: list[int] | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        cell, x, state = make().double(), torch.randn(7, 4, 3).double(), torch.randn(4, 3).double()
+        with warnings.catch_warnings(action="ignore", category=lf.EngineWarning):
+            return everything(cell, x, engine, lengths, state=state) | dict(cell.named_buffers())
+
+    for lengths in ([7, 1, 3, 5], [4, 4, 4, 6], None):
+        for every in (1, 2, 3, 7):
+            ours, theirs = (found(e, lengths) for e in (lf.Checkpointed(inner, every=every), lf.Sequential()))
+            for name, tensor in theirs.items():
+                torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-11, msg=f"{name}, every {every}")
+
+
+class Learns(lf.Transition):
+    """Its state is a row of weights, which it improves by a gradient of its own at every step."""
+
+    def __init__(self, n_in: int, n: int) -> None:
+        super().__init__()
+        self.k, self.v, self.rate = nn.Linear(n_in, n), nn.Linear(n_in, n), nn.Parameter(torch.tensor(0.3))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.k.weight.new_zeros(batch, self.k.out_features)
+
+    def forward(self, w: Tensor, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = w.detach().requires_grad_()
+            loss = (torch.tanh(own * self.k(x)) - self.v(x)).square().sum()
+            (g,) = torch.autograd.grad(loss, own, create_graph=True)
+        return w - self.rate * g
+
+
+def test_a_step_may_differentiate_by_tensors_of_its_own() -> None:
+    cell, x = Learns(4, 5).double(), torch.randn(9, 3, 4).double()
+    for lengths in (None, [9, 1, 5]):
+        assert_agrees(lf.Checkpointed(lf.Sequential(), every=2), cell, x, lengths)

@@ -32,6 +32,8 @@ class Recurrence:
     sequence `i` ends after `lengths[i]` steps, and after that `x` holds its first input, so that no padding is ever
     computed on. `context` is what every step reads, `[batch, …]`; `index [τ, batch, 1]` the number of each step from
     0, for a step that asks for it. None stands for what the step is not given.
+
+    A sequence that has ended takes its first step `again` and again, from state(0): of a part, that is not `state`.
     """
 
     f: Step
@@ -43,6 +45,7 @@ class Recurrence:
     index: Tensor | None = None
     memo: dict[str, Any] = field(default_factory=dict)  # what engines have found out about it already
     draws: Any = None  # the random numbers of its steps, where they are drawn already
+    again: State | None = None
 
     def take(self, state: State, t: int) -> State:
         """One step of `f`, from `state` with x(t): what it returns, the state or (output, state)."""

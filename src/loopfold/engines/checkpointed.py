@@ -9,7 +9,6 @@ from loopfold.engines.compiled import IN_A_TRANSFORM, captures, compiled_refusal
 from loopfold.engines.pieces import run_in_pieces
 from loopfold.engines.sequential import Sequential
 from loopfold.states import State, leaves, name_of, whole_number
-from loopfold.stepgraph.graph import MIXES
 from loopfold.surroundings import in_a_transform
 
 
@@ -61,9 +60,6 @@ class Checkpointed(Engine):
         reason = self.inner.refusal(recurrence)
         if reason is not None:
             return f"{type(self.inner).__name__} cannot run its pieces: {reason}"
-        mixes = compiled_refusal(recurrence) if recurrence.lengths is not None else None
-        if mixes is not None and MIXES in mixes:  # and in a piece, one that has ended starts from elsewhere
-            return f"{mixes} So those that have ended would be seen by the others."
         spacings = self._spacings(recurrence)
         return spacings if isinstance(spacings, str) else None
 

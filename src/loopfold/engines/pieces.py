@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from loopfold.casts import casts, with_casts
 from loopfold.engines.backwards import come_many, each, held, once, partial_gradients
@@ -98,9 +99,9 @@ class _Run:
 
     def forwards(self) -> list[Tensor]:
         """The results: of all steps, or of each sequence's last."""
-        f, results, found = self.recurrence.f, list[Tensor](), dict[int, Tensor]()
-        if isinstance(f, nn.Module):
-            found |= {id(p): p for p in f.parameters() if p.requires_grad}
+        f, results = self.recurrence.f, list[Tensor]()
+        own = [p for p in f.parameters() if p.requires_grad] if isinstance(f, nn.Module) else []
+        read = list[TensorWeakRef]()  # tensors that the steps make and differentiate by are gone after their piece
 
         def collect(at: _Checkpoint, returned: State, sources: Sequence[Tensor]) -> None:
             rows = leaves(returned)
@@ -112,12 +113,14 @@ class _Run:
             self.flows = [flow or row.requires_grad for flow, row in zip(self.flows, rows, strict=True)]
             for i, row in enumerate(rows):
                 results[i] = self._put(results[i], row.detach(), at.start)
-            found.update({id(source): source for source in sources})
+            there = {id(t) for t in (*own, *(ref() for ref in read))}
+            read[:] = [ref for ref in read if ref() is not None]
+            read.extend(TensorWeakRef(source) for source in sources if id(source) not in there)
             self.checksums[at.start] = self._checksums(returned)
 
         kept = self._pieces(_Checkpoint(0, self.start, self.needs, self._drawn()), self.recurrence.steps, 0, collect)
         if any(self.flows):
-            self.kept, self.sources = kept, list(found.values())
+            self.kept, self.sources = kept, [*own, *(t for ref in read if (t := ref()) is not None)]
             # what the steps themselves have changed, such as a count of them, they may change again
             self.held = [a if a[0] is b[0] and a[1] == b[1] else None for a, b in zip(self.held, held(f), strict=False)]
         return results
@@ -156,19 +159,24 @@ class _Run:
             if at.start % self.spacings[level] == 0:
                 at = replace(at, state=rebuild(at.state, states.keep(leaves(at.state))))
                 kept.append(at)
-            returned, sources, _ = self._piece(at)
+            returned, sources, _, _ = self._piece(at)
             if collect is not None:
                 collect(at, returned, sources)
             at = self._after(at, returned)
             del returned  # before there is another
         return [*kept, at]
 
-    def _piece(self, at: _Checkpoint) -> tuple[State, list[Tensor], list[Tensor]]:
-        """The steps up to the next checkpoint: what they return, what they read by themselves, what they were given."""
+    def _piece(self, at: _Checkpoint) -> tuple[State, list[Tensor], list[Tensor], list[Tensor]]:
+        """The steps up to the next checkpoint: what they return, and what they read by themselves.
+
+        Then what they were given, and from what sequences that have ended start again, which others may see.
+        """
         full = self.recurrence
         part = full.part(at.start, min(self.spacings[-1], full.steps - at.start), at.state)
-        needs = [*at.needs, *self.given]
-        given = [leaf.detach().requires_grad_(need) for leaf, need in zip(part.tensors, needs, strict=True)]
+        given, again = _given(part.tensors, [*at.needs, *self.given]), list[Tensor]()
+        if full.lengths is not None and at.start > 0:
+            again = _given(leaves(self.start), self.needs)
+            part = replace(part, again=rebuild(self.start, again))
         begin = torch._C._autograd._get_sequence_nr()
         with torch.set_grad_enabled(self.record), _hidden(), with_casts(self.casts, self.device):
             returned = self.engine.run(part.on(given))
@@ -178,8 +186,8 @@ class _Run:
                 returned = map_state(lambda leaf: torch.where(_like(running, leaf, 1), leaf, _zero(leaf)), returned)
         made = range(begin, torch._C._autograd._get_sequence_nr())
         sources = _sources(returned, made, name_of(full.f)) if self.record else []
-        ours = {id(t) for t in given}
-        return returned, [t for t in sources if id(t) not in ours], given
+        ours = {id(t) for t in (*given, *again)}
+        return returned, [t for t in sources if id(t) not in ours], given, again
 
     def _after(self, at: _Checkpoint, returned: State) -> _Checkpoint:
         """The checkpoint at the end of a piece."""
@@ -227,15 +235,17 @@ class _Run:
                 self._check(finer[-1], following)
                 self._down(finer, level + 1, way)
             else:
-                returned, sources, given = self._piece(at)
+                returned, sources, given, again = self._piece(at)
                 self._check(self._after(at, returned), following)
                 for new, old in zip(self._checksums(returned), self.checksums[at.start], strict=True):
                     if not torch.allclose(new, old, rtol=0, atol=float(old[-1]), equal_nan=True):
                         raise self._changed(f"its outputs after step {at.start} were others when they were run again")
-                if {id(t) for t in sources} - {id(t) for t in self.sources}:
+                known = {id(t) for t in self.sources}
+                others = [TensorWeakRef(t) for t in sources if id(t) not in known]
+                way.take(at.start, returned, given, again)
+                del returned, sources, given, again
+                if any(other() is not None for other in others):  # and was not made by the steps themselves
                     raise self._changed("it reads another tensor")
-                way.take(at.start, returned, given)
-                del returned, given
 
     def _check(self, again: _Checkpoint, kept: _Checkpoint) -> None:
         """That a state is what it was: else the gradients would be those of something else."""
@@ -271,14 +281,15 @@ class _WayBack:
         self.carry: list[Tensor | None] = [None] * self.states
         self.by_x: list[Tensor | None] = [None] * self.inputs
         self.sums: list[Tensor | None] = [None] * (len(self.tensors) - self.states - self.inputs)
+        self.again: list[Tensor | None] = [None] * self.states  # by state(0), from sequences that have ended
 
-    def take(self, start: int, returned: State, given: list[Tensor]) -> None:
+    def take(self, start: int, returned: State, given: list[Tensor], again: list[Tensor]) -> None:
         """Go back through a piece."""
         rows = leaves(returned)
         carries = [*[None] * (len(rows) - self.states), *self.carry]
         arriving = [self._arriving(start, *each) for each in zip(rows, self.incoming, carries, strict=True)]
         pairs = [(r, g) for r, g in zip(rows, arriving, strict=True) if g is not None and r.requires_grad]
-        wanted = [*given, *self.run.sources]
+        wanted = [*given, *self.run.sources, *again]
         found: list[Tensor | None] = [None] * len(wanted)
         places = [i for i, t in enumerate(wanted) if t.requires_grad]
         if pairs and places:
@@ -286,17 +297,18 @@ class _WayBack:
             gradients = partial_gradients(ends, [wanted[i] for i in places], gs)
             for i, gradient in zip(places, gradients, strict=True):
                 found[i] = gradient
+        if again:
+            running = self.run.recurrence.alive(start)
+            _add_up(self.again, found[-self.states :])
+            _add_up(self.again, [None if g is None else where_alive(~running, g, 0) for g in found[: self.states]])
+            found = found[: -self.states]
         self.carry, others = found[: self.states], found[self.states :]
         for i, g in enumerate(others[: self.inputs]):
             if g is not None:
                 whole = self.by_x[i]
                 whole = self.by_x[i] = torch.zeros_like(self.tensors[self.states + i]) if whole is None else whole
                 whole[start : start + len(g)] = g
-        for i, more in enumerate(others[self.inputs :]):
-            if more is not None:
-                wide = more.float() if more.dtype in (torch.float16, torch.bfloat16) else more  # a sum of many
-                old = self.sums[i]
-                self.sums[i] = wide if old is None else old + wide
+        _add_up(self.sums, others[self.inputs :])
 
     def _arriving(self, start: int, rows: Tensor, g: Tensor | None, carry: Tensor | None) -> Tensor | None:
         """What comes to the results of a piece: from the loss, and from the piece after it by its last state."""
@@ -318,8 +330,21 @@ class _WayBack:
         return new
 
     def gradients(self) -> list[Tensor | None]:
+        _add_up(self.carry, self.again)
         found = [*self.carry, *self.by_x, *self.sums]
         return [None if g is None else g.to(t.dtype) for g, t in zip(found, self.tensors, strict=True)]
+
+
+def _add_up(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
+    for i, part in enumerate(more):
+        if part is not None:
+            wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part  # a sum of many
+            old = sums[i]
+            sums[i] = wide if old is None else old + wide
+
+
+def _given(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
 
 
 class _Checkpoints(torch.autograd.Function):

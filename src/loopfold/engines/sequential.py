@@ -18,7 +18,8 @@ class Sequential(Engine):
         return None
 
     def run(self, recurrence: Recurrence) -> State:
-        state = start = recurrence.state
+        state = recurrence.state
+        start = state if recurrence.again is None else recurrence.again
         rows: list[list[Tensor]] = []
         for t in range(recurrence.steps):
             new = first_step(recurrence) if t == 0 else recurrence.take(state, t)
