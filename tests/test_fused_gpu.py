@@ -360,6 +360,28 @@ def test_the_code_can_be_read() -> None:
     assert all(word in text for word in ("// LSTM forward", "// LSTM backward", "multiply_add(", "publish("))
 
 
+def test_what_the_driver_refuses_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, x = lf.LSTM(4, 17), torch.randn(4, 5, 4, requires_grad=True)
+    expected = lf.unfold(cell, x, engine=lf.Sequential()).hidden
+
+    def refused(*arguments: Any) -> None:
+        raise driver.DriverError("a kernel was not launched: unspecified launch failure (719).")
+
+    there = lf.unfold(cell, x, engine=ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmulatedLauncher, "launch", refused)
+        with pytest.raises(driver.DriverError, match=r"launch failure \(719\)"):
+            there.hidden.sum().backward()
+        with pytest.warns(lf.EngineWarning, match="could not run LSTM, so .*a kernel was not launched.*719") as told:
+            found = lf.unfold(cell, x, engine=ALONE).hidden
+    assert torch.equal(found, expected)
+    assert "wrong" not in str(told[0].message)
+    with pytest.raises(ValueError, match="its kernel was not run: a kernel was not launched: unspecified"):
+        lf.unfold(cell, x, engine=ALONE)
+    with pytest.raises(torch.OutOfMemoryError, match="a kernel was not loaded: the GPU has no memory left"):
+        driver._check(2, "a kernel was not loaded")
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps(seed: int) -> None:
     """A few; on a GPU there are more."""

@@ -49,7 +49,7 @@ from loopfold.states import (
     rebuild,
     until_the_end,
 )
-from loopfold.stepgraph.graph import Node, Refusal, Unsound, apply, batch_at, from_rows
+from loopfold.stepgraph.graph import Node, NotRun, Refusal, Unsound, apply, batch_at, from_rows
 from loopfold.surroundings import global_hooks, in_a_transform
 
 
@@ -107,22 +107,24 @@ def run_compiled(engine: Engine, kernel: Kernel, recurrence: Recurrence) -> Stat
     like = leaves(recurrence.state)[0]
     draws = program_of(recurrence).program.loop.draws and not captures(like)
     before = generators(like) if draws else None
-    states, reason = _checked(engine, kernel, recurrence, doubted)
-    if reason is None:
-        return states
-    if before is not None:
-        set_generators(like, before)
-    forget(recurrence)
+    wrong = True
     try:
         states, reason = _checked(engine, kernel, recurrence, doubted)
+        if reason is not None:
+            if before is not None:
+                set_generators(like, before)
+            forget(recurrence)
+            states, reason = _checked(engine, kernel, recurrence, doubted)
     except Refusal as refusal:  # the step has become one that cannot be compiled
         reason = str(refusal)
+    except NotRun as error:
+        wrong, reason = False, str(error)
     if reason is None:
         return states
     if before is not None:
         set_generators(like, before)
     states = Sequential().run(recurrence)  # if the step itself fails, that is no reason for distrust
-    _distrust(engine, recurrence, reason)
+    _distrust(engine, recurrence, reason, wrong)
     return states
 
 
@@ -178,14 +180,16 @@ def _checked(engine: Engine, kernel: Kernel, recurrence: Recurrence, doubted: li
     return states, reason
 
 
-def _distrust(engine: Engine, recurrence: Recurrence, reason: str) -> None:
-    """Use the program of a step no more, and say so."""
-    name = type(engine).__name__
+def _distrust(engine: Engine, recurrence: Recurrence, reason: str, wrong: bool = True) -> None:
+    """Use the program of a step no more, and say so; if it was not `wrong`, the machine did not run it."""
+    name, reason = type(engine).__name__, reason.rstrip(".")
     with suppress(Refusal):
-        program_of(recurrence).program.watch.distrusted = f"its compiled run was wrong: {reason}."
+        watch = program_of(recurrence).program.watch
+        watch.distrusted = f"its compiled run was wrong: {reason}." if wrong else f"its kernel was not run: {reason}."
+    blame = "Either the step depends on something that Loopfold does not see, or this is a fault in Loopfold."
     warnings.warn(
-        f"{name} was wrong about {name_of(recurrence.f)}, so lf.Sequential() runs it: {reason.rstrip('.')}. "
-        "Either the step depends on something that Loopfold does not see, or this is a fault in Loopfold.",
+        f"{name} {'was wrong about' if wrong else 'could not run'} {name_of(recurrence.f)}, so lf.Sequential() runs "
+        f"it: {reason}.{f' {blame}' if wrong else ''}",
         EngineWarning,
         stacklevel=2,
     )

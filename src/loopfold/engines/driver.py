@@ -12,14 +12,15 @@ import torch
 
 from loopfold.engines import cache
 from loopfold.engines.cuda import CudaCode
-from loopfold.stepgraph.graph import Unsound
+from loopfold.stepgraph.graph import NotRun
 
 PRELUDE = Path(__file__).parent / "prelude.cuh"
 _SHARED_BYTES = 8  # the name of an attribute of functions
+_OUT_OF_MEMORY = 2
 _FLAGS = ("-std=c++17", "-w")
 
 
-class DriverError(Unsound):
+class DriverError(NotRun):
     """CUDA refused a kernel."""
 
 
@@ -46,6 +47,8 @@ def _cuda() -> Any:
 
 
 def _check(status: int, what: str) -> None:
+    if status == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"{what}: the GPU has no memory left.")
     if status:
         text = ctypes.c_char_p()
         _cuda().cuGetErrorString(status, ctypes.byref(text))

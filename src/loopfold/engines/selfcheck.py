@@ -30,7 +30,7 @@ from loopfold.engines.draws import replayed
 from loopfold.engines.sequential import Sequential, where_alive
 from loopfold.states import State, detached, has_a_gradient, leaves, parted, rebuild
 from loopfold.stepgraph.aten import aten, op_name
-from loopfold.stepgraph.graph import Unsound
+from loopfold.stepgraph.graph import NotRun, Unsound
 from loopfold.surroundings import fingerprint
 
 SHARE = 0.01  # of the time that runs take
@@ -351,6 +351,8 @@ class Guard:
             return _differ(ours, partial(gradients, _by_definition), inputs, f"a gradient of step {t + 1}", self.rough)
         except Unsound as fault:
             return str(fault)
+        except NotRun:  # nothing to compare: the way back itself tells it
+            return None
 
     def _forwards(self) -> AbstractContextManager[None]:
         """While open, autocast is as it was forwards."""

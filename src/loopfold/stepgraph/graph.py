@@ -23,6 +23,10 @@ class Unsound(Exception):
     """A program or a kernel that cannot be right: a fault of ours, found before any of its code runs."""
 
 
+class NotRun(Exception):
+    """A kernel that a machine did not run, in the words of its driver; the kernel itself need not be wrong."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Stands for the batch size, which is free, in shapes and arguments; or for so many rows of every sequence."""
