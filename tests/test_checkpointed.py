@@ -765,3 +765,17 @@ def test_a_step_may_differentiate_by_tensors_of_its_own() -> None:
     cell, x = Learns(4, 5).double(), torch.randn(9, 3, 4).double()
     for lengths in (None, [9, 1, 5]):
         assert_agrees(lf.Checkpointed(lf.Sequential(), every=2), cell, x, lengths)
+
+
+def test_gradients_of_a_step_itself_are_made_in_its_own_thread() -> None:
+    """Where a GPU's threads made them, their operations would not be counted among those of their piece."""
+    seen = list[bool]()
+
+    class Asks(Learns):
+        def forward(self, w: Tensor, x: Tensor) -> Tensor:
+            seen.append(torch.autograd.is_multithreading_enabled())
+            return super().forward(w, x)
+
+    lf.unfold(Asks(4, 5), torch.randn(9, 3, 4), engine=lf.Checkpointed(lf.Sequential(), every=2))
+    assert len(seen) >= 9 and not any(seen)
+    assert torch.autograd.is_multithreading_enabled()

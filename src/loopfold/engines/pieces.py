@@ -178,7 +178,8 @@ class _Run:
             again = _given(leaves(self.start), self.needs)
             part = replace(part, again=rebuild(self.start, again))
         begin = torch._C._autograd._get_sequence_nr()
-        with torch.set_grad_enabled(self.record), _hidden(), with_casts(self.casts, self.device):
+        counted_here = torch.autograd.set_multithreading_enabled(False)  # what a gradient in a step makes, on a GPU too
+        with torch.set_grad_enabled(self.record), counted_here, _hidden(), with_casts(self.casts, self.device):
             returned = self.engine.run(part.on(given))
             if full.lengths is not None and at.start > 0:
                 # A sequence that has ended takes one step in each piece, its first again; here it is put out of sight
