@@ -62,7 +62,7 @@ def _chosen(engine: Engine, recurrence: Recurrence) -> tuple[Engine, str]:
 
 def _parts(program: Program) -> list[str]:
     loop = program.loop
-    order = ordered(loop.emitted)
+    order = ordered(loop.computed().emitted)
     products = Counter(f"{v.args[0].width}×{v.width}" for v in order if v.op == "matmul")
     sizes = ", ".join(f"{n} of {size}" if n > 3 else ", ".join([size] * n) for size, n in products.items())
     others = sum(v.kind in (Kind.POINTWISE, Kind.REDUCTION) for v in order)

@@ -101,7 +101,7 @@ class _Function:
         read_later = {*wanted, *(a for v in self.after for a in v.args)}
         self.stored = [v for v in self.loop if v in read_later]
         self.table: list[Buffer] = []
-        self.numbers: dict[float, str] = {}  # numbers as tensors, where torch takes no plain ones
+        self.numbers: dict[str, str] = {}  # numbers as tensors, where torch takes no plain ones
         self.transposed: set[int] = set()
         self.positions: dict[Positions, int] = {}  # what `take` reads, numbered
         self.names = {v: self._leaf(v) or f"v{i}" for i, v in enumerate(order)}
@@ -134,7 +134,7 @@ class _Function:
         return f"{role.name.lower()}{index}"
 
     def _number(self, value: float) -> str:
-        return self.numbers.setdefault(value, f"n{len(self.numbers)}")
+        return self.numbers.setdefault(repr(value), f"n{len(self.numbers)}")  # -0.0 is not 0.0
 
     # ---- the text
 
@@ -190,7 +190,7 @@ class _Function:
         sums = [f"{self._sequence(v, whole)}.sum((0, 1))" for v in self.source.sums]
         last.append(f"return [{', '.join(out)}], [{', '.join(rows)}], [{', '.join(sums)}]")
 
-        once = [f"{name} = like.new_full((), {value!r})" for value, name in self.numbers.items()]
+        once = [f"{name} = like.new_full((), {value})" for value, name in self.numbers.items()]
         once += [f"constant{i}_T = constant{i}.T" for i in sorted(self.transposed)]
         parameters = [
             "T",

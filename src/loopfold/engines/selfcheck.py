@@ -331,7 +331,9 @@ class Guard:
         steps = min(2, full.steps - t)
         part = full.part(t, steps, state_before(full, self.states, t))
         generator = torch.Generator().manual_seed(_draw.getrandbits(32))
-        rows = [leaf[:steps] for leaf in leaves(self.states)]
+        rows = [leaf[t : t + steps] for leaf in leaves(self.states)]
+        if any(bool(leaf.isnan().any()) for leaf in rows):  # of NaN, torch's own gradient hangs on where it stands
+            return None
         weights = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in map(_number, rows)]
         parameters = _parameters(full)
 

@@ -5,7 +5,7 @@ A new writer is one file: a `Writer`, whose `write` turns a `Source` into a `Wri
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -69,6 +69,15 @@ class Source:
     single: bool = False  # whether it is called for one step at a time, with addresses that stay as they are
     pitches: tuple[int, ...] = ()  # of matrices that are read where they lie: from row to row; < 0: of the transpose
 
+    def computed(self, builder: Builder) -> "Source":
+        """The same without what only gradients read."""
+        before, after = zip(*self.moves, strict=True) if self.moves else ((), ())
+        found = iter(builder.computed([*self.out, *after, *self.sums, *self.given]))
+        out, after, sums, given = (
+            tuple(next(found) for _ in part) for part in (self.out, after, self.sums, self.given)
+        )
+        return replace(self, out=out, moves=tuple(zip(before, after, strict=True)), sums=sums, given=given)
+
     @cached_property
     def given_at(self) -> dict[Value, int]:
         """Which of `given` a value is: the first, where it is there twice."""
@@ -88,7 +97,8 @@ def forwards(loop: Loop, kept: tuple[Value, ...] = (), masked: bool = False, **h
     """What a run computes: what the loop emits, and `kept` for the way back; `how` are further fields of it."""
     carried = zip(loop.carried, loop.next, strict=True)
     moves = tuple((loop.builder.make("state", width=v.width, index=i), v) for i, v in carried)
-    return Source((*loop.emitted, *kept), moves, (), (), False, masked, Halves.of(loop), **how)
+    source = Source((*loop.emitted, *kept), moves, (), (), False, masked, Halves.of(loop), **how)
+    return source.computed(loop.builder)
 
 
 class Role(Enum):
@@ -198,7 +208,8 @@ class Writer(Kernel):
             moves = tuple((loop.builder.make("carry", width=g.width, index=k), g) for k, g in moving)
             sums, given = tuple(g for _, g in reverse.rows), (*loop.emitted, *program.kept)
             masked, halves = call.lengths is not None, Halves.of(loop)
-            return Source(tuple(reverse.stored()), moves, sums, given, True, masked, halves)
+            source = Source(tuple(reverse.stored()), moves, sums, given, True, masked, halves)
+            return source.computed(loop.builder)
 
         return self._made(program, call, dtype, ("backward", arrives), source)
 

@@ -118,6 +118,7 @@ class StepProgram:
     after: tuple[int, ...]  # which of the emitted values each leaf of the new state is
     gives: tuple[int, ...]  # and each output
     loop: Loop
+    traced: Loop  # with what only gradients read
     constants: tuple[Tensor, ...]
     inputs: tuple[tuple[int, Tensor | None], ...]  # for each input the leaf of x, and its table
     counts: bool  # an input that follows the leaves of x is the number of the step
@@ -158,7 +159,7 @@ class StepProgram:
     @cached_property
     def reverse(self) -> Reverse:
         """The reverse step, where a gradient may arrive at all that the step gives."""
-        return differentiate(self.loop, (True,) * len(self.loop.emitted))
+        return differentiate(self.traced, (True,) * len(self.loop.emitted)).computed(self.loop.builder)
 
     @cached_property
     def kept(self) -> tuple[Value, ...]:
@@ -282,7 +283,8 @@ def _program(model: Any, f: nn.Module, x: State | None, context: State | None, l
         outputs=outputs or state[:1],
         after=after,
         gives=gives or after[:1],
-        loop=loop,
+        loop=loop.computed(),
+        traced=loop,
         constants=tuple(plain(recipe.make(values)) for recipe in loop.constants),
         inputs=tuple((leaf, None if table is None else plain(values[table])) for leaf, table in code.reads),
         counts=counts,

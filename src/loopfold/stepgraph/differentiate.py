@@ -10,7 +10,7 @@ gates) is kept for every step. For an Elman network nothing but h is kept; for a
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loopfold.stepgraph.loop import Builder, Value, ordered
 from loopfold.stepgraph.ops import OPS, ROUNDED, Again
@@ -40,6 +40,21 @@ class Reverse:
     rows: tuple[tuple[int, Value], ...]  # (constant i, what this step adds to its gradient)
     contexts: tuple[tuple[int, Value], ...]  # (context i, its gradient from this step and all later ones)
     reached: tuple[bool, ...]  # whether a gradient goes back to each carried leaf at all; if not, it is None, not zero
+
+    def computed(self, b: Builder) -> "Reverse":
+        """The same of the loop without what only gradients read."""
+        sides = [v for p in self.products for v in (p.left, p.right)]
+        inputs = [g for g in self.inputs if g is not None]
+        beside = [g for _, g in (*self.rows, *self.contexts)]
+        found = iter(b.computed([*self.carries, *inputs, *sides, *beside]))
+        return replace(
+            self,
+            carries=tuple(next(found) for _ in self.carries),
+            inputs=tuple(g if g is None else next(found) for g in self.inputs),
+            products=tuple(replace(p, left=next(found), right=next(found)) for p in self.products),
+            rows=tuple((i, next(found)) for i, _ in self.rows),
+            contexts=tuple((i, next(found)) for i, _ in self.contexts),
+        )
 
     def stored(self) -> list[Value]:
         """What is needed of every step: gradients of inputs, and the right sides of products; each once."""

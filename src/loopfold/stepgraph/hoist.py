@@ -89,7 +89,7 @@ class _Hoist:
         self.contexts: list[Recipe] = []
         self.leaf_of: dict[Any, Value] = {}
         self.value_of: dict[Node, Any] = {}
-        self.bounds: dict[Value, tuple[int, int]] = {}  # of whole numbers, where they are known
+        self.bounds: dict[Value, tuple[float, float]] = {}  # of values, where they are known
         self.depends = dependence_in_a_step(graph) if whole else dependence(graph)
         self.grown = set[Node]() if whole else grown(graph, self.depends)
         self.inside = made_of(graph, self.depends, learned)

@@ -108,6 +108,17 @@ class Builder:
             first = self.add(first, v)
         return first
 
+    def computed(self, values: Iterable[Value]) -> list[Value]:
+        """The same without what only their gradients read, and no kernel need compute."""
+        values, new = list(values), dict[Value, Value]()
+        for v in ordered(values):
+            args = [new[a] for a in v.args]
+            if v.op == "surrogate":
+                new[v] = self.expand(args[0], v.width)
+            else:
+                new[v] = v if args == [*v.args] else self.make(v.op, *args, width=v.width, index=v.index)
+        return [new[v] for v in values]
+
     def slice(self, v: Value, start: int, width: int) -> Value:
         """Part of a row. It moves through pointwise operations, so that only leaves and products are cut."""
         if width == v.width:

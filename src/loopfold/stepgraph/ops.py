@@ -96,7 +96,7 @@ def take(row: torch.Tensor, positions: tuple[int, ...]) -> torch.Tensor:
 
 
 def _quotient(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
-    return b.div(g, c), b.make("neg", b.div(b.mul(g, y), c))
+    return b.div(g, c), b.make("neg", b.mul(g, b.div(y, c)))
 
 
 def _either(b: Builder, y: Value, g: Value, c: Value, p: Value, q: Value) -> tuple[None, Value, Value]:
@@ -104,16 +104,16 @@ def _either(b: Builder, y: Value, g: Value, c: Value, p: Value, q: Value) -> tup
 
 
 def _greater(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
-    return b.mul(g, _share(b, "gt", a, c)), b.mul(g, _share(b, "gt", c, a))
-
-
-def _lesser(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     return b.mul(g, _share(b, "lt", a, c)), b.mul(g, _share(b, "lt", c, a))
 
 
-def _share(b: Builder, better: str, a: Value, other: Value) -> Value:
-    """1 where `a` is the one chosen, ½ where both are, else 0."""
-    return b.where(b.make(better, a, other), 1, b.where(b.make("eq", a, other), 0.5, 0))
+def _lesser(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
+    return b.mul(g, _share(b, "gt", a, c)), b.mul(g, _share(b, "gt", c, a))
+
+
+def _share(b: Builder, worse: str, a: Value, other: Value) -> Value:
+    """1 where `a` is the one chosen, ½ where both are, else 0; as torch has it, 1 beside what is no number."""
+    return b.where(b.make(worse, a, other), 0, b.where(b.make("eq", a, other), 0.5, 1))
 
 
 def _put(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
@@ -134,11 +134,19 @@ def _nearest(digits: int, least: int, beyond: float) -> str:
 
 
 def _above_zero(b: Builder, y: Value, g: Value, a: Value) -> Value:
-    return b.where(b.make("gt", y, b.number(0)), g, 0)
+    return b.where(b.make("le", y, b.number(0)), 0, g)
 
 
 def _power(b: Builder, y: Value, g: Value, a: Value) -> Value:
-    return b.mul(b.mul(g, y.index), b.make("pow", a, index=y.index - 1)) if y.index else b.number(0)
+    return b.mul(g, b.mul(y.index, raised(b, a, y.index - 1))) if y.index else b.number(0)
+
+
+def raised(b: Builder, a: Value, exponent: float) -> Value:
+    """`a ** exponent`, by what torch has for some exponents."""
+    if exponent == 2:
+        return b.mul(a, a)
+    named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    return b.make(named[exponent], a) if exponent in named else b.make("pow", a, index=float(exponent))
 
 
 def _bell(b: Builder, y: Value, g: Value, a: Value) -> Value:
@@ -151,15 +159,16 @@ def _modulo(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, 
 
 def _angle(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     square = b.add(b.mul(a, a), b.mul(c, c))
-    share = b.where(b.make("eq", square, b.number(0)), 0, b.div(g, square))  # as torch has it, none at the origin
-    return b.mul(share, c), b.make("neg", b.mul(share, a))
+    one = b.make("reciprocal", square)
+    one = b.where(b.make("eq", square, b.number(0)), 0, one)  # as torch has it, none at the origin
+    return b.mul(b.mul(g, c), one), b.make("neg", b.mul(b.mul(g, a), one))
 
 
 def _any_power(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     zero = b.number(0)
-    base = b.mul(b.mul(g, c), b.make("power", a, b.sub(c, 1)))
+    base = b.mul(g, b.mul(c, b.make("power", a, b.sub(c, 1))))
     none = b.make("and", b.make("eq", a, zero), b.make("ge", c, zero))
-    return b.where(b.make("eq", c, zero), 0, base), b.where(none, 0, b.mul(b.mul(g, y), b.make("log", a)))
+    return b.where(b.make("eq", c, zero), 0, base), b.where(none, 0, b.mul(g, b.mul(y, b.make("log", a))))
 
 
 # ------------------------------------------------------------------ the table
@@ -225,7 +234,7 @@ _TABLE = (
     _several("minimum", 2, "torch.minimum({0}, {1})", _lesser, _CHEAP, _LESS),
     _several("fmod", 2, "torch.fmod({0}, {1})", _modulo, _KEPT),
     _several("atan2", 2, "torch.atan2({0}, {1})", _angle, _KEPT),
-    _several("power", 2, "{0} ** {1}", _any_power, _KEPT, "pow({0}, {1})", aten=("pow",)),
+    _several("power", 2, "torch.pow({0}, {1})", _any_power, _KEPT, "pow({0}, {1})", aten=("pow",)),
     # truth values
     _comparison("lt", "<"),
     _comparison("le", "<="),

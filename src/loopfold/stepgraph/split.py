@@ -1,6 +1,6 @@
 """A step graph, split at its loop, as data: what each part runs, and what the loop reads from outside."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -31,6 +31,10 @@ class Loop:
     taps: dict[Node, int]  # the nodes that the emitted values stand for
     by_sequence: tuple[Node, ...]  # the context, and what depends on nothing else that is not the same for all
     checks: tuple[Node, ...]  # run once a call for the errors that they may raise
+
+    def computed(self) -> "Loop":
+        """The loop without what only gradients read: to be run, and no more to be differentiated."""
+        return replace(self, emitted=tuple(self.builder.computed(self.emitted)))
 
     @cached_property
     def draws(self) -> tuple[Node, ...]:

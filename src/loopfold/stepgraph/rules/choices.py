@@ -63,7 +63,7 @@ def _row(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
     if table.dtype != hoist.dtype:
         raise Refusal(f"{table.name} is {table.dtype} where the state is {hoist.dtype}.")
     index = hoist.row(hoist.argument(at))
-    low, high = _bounds(hoist, index)
+    low, high = bounds_of(hoist, index)
     if not (low >= 0 and high < k <= exact_up_to(hoist.dtype)):
         raise Refusal(
             f"an index into the {k} rows of {table.name} may be any number. Bound it: index.clamp(0, {k - 1})."
@@ -73,19 +73,19 @@ def _row(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
     return hoist.builder.make("row", index, width=size_of(node.shape), index=(row, k))
 
 
-def _bounds(hoist: Any, v: Value) -> tuple[float, float]:
+def bounds_of(hoist: Any, v: Value) -> tuple[float, float]:
     """The least and the greatest number that a value can hold, as far as that is seen."""
     if v in hoist.bounds:
         return hoist.bounds[v]
     if v.op == "number":
         return v.index, v.index
     if v.op in ("detach", "expand", "trunc", "slice", "cat", "amin", "amax"):
-        return _both([_bounds(hoist, a) for a in v.args])
+        return _both([bounds_of(hoist, a) for a in v.args])
     if v.op == "take" and -1 not in v.index:
-        return _bounds(hoist, v.args[0])
+        return bounds_of(hoist, v.args[0])
     if v.op == "where":
         c, yes, no = v.args
-        (low, high), limit = _bounds(hoist, no), _bounds(hoist, yes)
+        (low, high), limit = bounds_of(hoist, no), bounds_of(hoist, yes)
         if c.op in ("lt", "gt") and c.args == (no, yes):  # as `clamp` is written
             low, high = (max(low, limit[0]), high) if c.op == "lt" else (low, min(high, limit[1]))
         return _both([(low, high), limit])

@@ -8,6 +8,8 @@ import torch
 from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.moves import size_of
+from loopfold.stepgraph.ops import raised
+from loopfold.stepgraph.rules.choices import bounds_of
 from loopfold.stepgraph.rules.registry import rule
 
 
@@ -42,13 +44,7 @@ def _div(hoist: Any, node: Node, a: Any, b: Any, rounding_mode: str | None = Non
 def _pow(hoist: Any, node: Node, v: Any, exponent: Any) -> Value:
     if not isinstance(v, Value) or not isinstance(exponent, int | float):
         return hoist.builder.make("power", hoist.row(v), hoist.row(exponent))
-    v = hoist.row(v)
-    if exponent == 2:
-        return hoist.builder.mul(v, v)
-    named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
-    if exponent in named:
-        return hoist.builder.make(named[exponent], v)
-    return hoist.builder.make("pow", v, index=float(exponent))
+    return raised(hoist.builder, hoist.row(v), exponent)
 
 
 @rule("lerp")
@@ -84,18 +80,21 @@ def _gelu(hoist: Any, node: Node, v: Value, approximate: str = "none") -> Value:
 
 @rule("clamp", "clamp_min", "clamp_max")
 def _clamp(hoist: Any, node: Node, v: Value, *bounds: Any, **named: Any) -> Value:
-    """As torch has it, the gradient passes at the bounds themselves."""
+    """As torch has it, the gradient passes at the bounds themselves, and none where the result is no number."""
     b, v = hoist.builder, hoist.row(v)
     low, high = (None, *bounds) if node.op == "clamp_max" else (*bounds, None, None)[:2]
-    low, high = named.get("min", low), named.get("max", high)
+    low, high = (x if x is None else hoist.row(x) for x in (named.get("min", low), named.get("max", high)))
+    if low is not None and high is not None and low.op != "number":  # of two that are equal, only the upper has one
+        low = b.where(b.make("eq", low, high), b.make("detach", low), low)
     for bound, beyond in ((low, "lt"), (high, "gt")):
         if bound is not None:
-            bound = hoist.row(bound)
             taken = b.make(beyond, v, bound)
             if bound.op != "number":  # a bound may be nan, and so is then what it bounds
                 taken = b.make("or", taken, b.make("ne", bound, bound))
             v = b.where(taken, bound, v)
-    return v
+    found = b.where(b.make("eq", v, v), v, math.nan)
+    hoist.bounds[found] = bounds_of(hoist, v)
+    return found
 
 
 @rule("hardtanh")
@@ -188,7 +187,17 @@ def _logaddexp(hoist: Any, node: Node, a: Any, c: Any) -> Value:
     infinite = b.make("and", b.make("eq", a, c), b.make("eq", b.make("abs", a), b.number(math.inf)))
     d = b.where(infinite, 0, b.sub(a, c))
     below = b.make("lt", d, b.number(0))
-    return b.add(b.where(below, c, a), b.make("log1p", b.make("exp", b.where(below, d, b.make("neg", d)))))
+    y = b.add(b.where(below, c, a), b.make("log1p", b.make("exp", b.where(below, d, b.make("neg", d)))))
+    return _with_factors(b, y, (a, b.make("sigmoid", b.sub(a, c))), (c, b.make("sigmoid", b.sub(c, a))))
+
+
+def _with_factors(b: Any, y: Value, *factors: tuple[Value, Value]) -> Value:
+    """The value y, and the gradient that torch gives it at the edges too: to each a so many times what comes."""
+    found = b.make("detach", y)
+    for a, w in factors:
+        if a.op != "number":
+            found = b.make("surrogate", found, a, b.make("expand", w, width=y.width) if w.op == "number" else w)
+    return found
 
 
 @rule("celu")
@@ -214,18 +223,24 @@ def _logit(hoist: Any, node: Node, v: Value, eps: float | None = None) -> Value:
     b = hoist.builder
     if eps is not None:
         v = b.where(b.make("lt", v, b.number(eps)), eps, b.where(b.make("gt", v, b.number(1 - eps)), 1 - eps, v))
-    return b.make("log", b.div(v, b.sub(1, v)))
+    rest = b.sub(1, v)
+    outside = b.make("lt", b.make("minimum", v, rest), b.number(0))
+    slope = b.where(outside, math.nan, b.make("reciprocal", b.mul(v, rest)))
+    return _with_factors(b, b.make("log", b.div(v, rest)), (v, slope))
 
 
 @rule("hypot")
 def _hypot(hoist: Any, node: Node, a: Any, c: Any) -> Value:
     """Of parts of the larger one, whose squares are of a size that numbers have."""
     b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
-    size = b.make("detach", b.make("maximum", b.make("abs", a), b.make("abs", c)))
-    edge = b.make("or", b.make("eq", size, b.number(0)), b.make("eq", size, b.number(math.inf)))
-    size = b.where(edge, 1, size)
-    a, c = b.div(a, size), b.div(c, size)
-    return b.mul(size, b.make("sqrt", b.add(b.mul(a, a), b.mul(c, c))))
+    sizes = [b.make("abs", v) for v in (a, c)]
+    infinite = b.make("or", *[b.make("eq", size, b.number(math.inf)) for size in sizes])
+    largest = b.make("maximum", *sizes)
+    largest = b.where(b.make("eq", largest, b.number(0)), 1, largest)
+    one, other = (b.div(size, largest) for size in sizes)
+    y = b.mul(largest, b.make("sqrt", b.add(b.mul(one, one), b.mul(other, other))))
+    y = b.where(infinite, math.inf, y)
+    return _with_factors(b, y, (a, b.div(a, y)), (c, b.div(c, y)))
 
 
 @rule("_prelu_kernel")
@@ -236,9 +251,12 @@ def _prelu(hoist: Any, node: Node, v: Value, slope: Any) -> Value:
 
 @rule("hardswish")
 def _hardswish(hoist: Any, node: Node, v: Value) -> Value:
+    """As torch has it, v times a gate: below -3 that is 0, which times -inf is no number."""
     b = hoist.builder
-    middle = b.mul(b.mul(v, b.add(v, 3)), 1 / 6)
-    return b.where(b.make("le", v, b.number(-3)), 0, b.where(b.make("ge", v, b.number(3)), v, middle))
+    low, high = b.make("le", v, b.number(-3)), b.make("ge", v, b.number(3))
+    within = b.where(b.make("or", low, high), 0, v)  # the 0 that comes back from the side not taken must not meet inf
+    middle = b.mul(b.mul(within, b.add(within, 3)), 1 / 6)
+    return b.where(low, b.mul(b.make("detach", v), 0), b.where(high, v, middle))
 
 
 @rule("threshold")
