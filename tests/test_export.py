@@ -153,6 +153,14 @@ OWN: dict[str, Callable[..., Any]] = {
     "the old state as the output": lambda f, a, b, x: (a, (torch.tanh(a + x), b)),
     "x itself": lambda f, a, b, x: (0.5 * a + x, (x, x[:, 3:5])),
     "jumps": lambda f, a, b, x: (torch.floor(a * 10) + torch.fmod(x, 0.7), b + torch.round(x[:, :2] * 2)),
+    "inverse functions": lambda f, a, b, x: (
+        torch.asin(torch.tanh(a)) + torch.acos(torch.sin(x)),
+        torch.acosh(1.5 + b * b) + torch.atanh(0.5 * torch.cos(x[:, :2])),
+    ),
+    "choices and orders": lambda f, a, b, x: (
+        torch.sort(0.5 * a + x, dim=-1, stable=True)[0] * f.k + nn.functional.pad(a, (0, 1), value=0.3)[:, 1:],
+        b + (a + x).max(-1, keepdim=True)[0] * torch.prod(x, -1, keepdim=True),
+    ),
     "near zero": lambda f, a, b, x: (torch.expm1(1e-4 * x) + torch.log1p(1e-5 * a) * 1e4, b),
 }
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 import zoo
 from emulation import Emulated, EmulatedLauncher
 from test_engines import SINGLE, assert_agrees, errors, everything
-from test_operations import COMPUTED, Step
+from test_expressed import ALONG, POINTWISE
+from test_expressed import Step as ExpressedStep
+from test_operations import COMPUTED, DOMAINS, Step
 from test_random_steps import assert_agrees_in_single_precision
 from torch import Tensor, nn
 
@@ -303,7 +306,7 @@ class Every(lf.Transition):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = nn.ModuleList([Step(op, positive=True) for op in COMPUTED if op.name not in ROUNDED.values()])
+        self.steps = nn.ModuleList([Step(op, DOMAINS[1:]) for op in COMPUTED if op.name not in ROUNDED.values()])
 
     def initial_state(self, batch: int) -> Tensor:
         return next(self.parameters()).new_zeros(batch, 5)
@@ -386,3 +389,18 @@ def test_what_the_driver_refuses_is_told_as_what_it_is(monkeypatch: pytest.Monke
 def test_random_steps(seed: int) -> None:
     """A few; on a GPU there are more."""
     assert_agrees_in_single_precision(seed, (APART, ALONE)[seed % 2])
+
+
+def test_operations_that_are_expressed_by_others() -> None:
+    """But for those that jump: beside the truth in float64, a number at a jump may go to either side."""
+    jump = ("round to decimals", "div to whole numbers", "floor_divide", "remainder", "powers")
+    smooth = [f for name, f in POINTWISE.items() if name not in jump]
+    chosen = [ALONG[name] for name in ("prod", "norms", "any", "places", "how many")]
+    for parts in (smooth, chosen):
+        step = ExpressedStep(partial(_mean_of, parts))
+        for engine in (APART, ALONE):
+            assert_agrees(engine, step, torch.randn(4, 3, 5), [4, 2, 3])
+
+
+def _mean_of(parts: list[Callable[[Tensor, Tensor], Tensor]], a: Tensor, c: Tensor) -> Tensor:
+    return reduce(torch.add, [f(a, c) for f in parts]) / len(parts)

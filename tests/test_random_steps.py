@@ -47,6 +47,11 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": lambda v: v.detach() * v,
     "swap": lambda v: torch.cat([v[:, 2:], v[:, :2]], -1),
     "chunks": lambda v: torch.cat([v.chunk(2, -1)[1], torch.tanh(v.chunk(2, -1)[0])], -1),
+    "asin": lambda v: torch.asin(0.9 * torch.tanh(v)),
+    "prod": lambda v: torch.tanh(v).prod(-1, keepdim=True) + v,
+    "cumprod": lambda v: torch.sigmoid(v).cumprod(-1) - v,
+    "norm of order 1": lambda v: v / (1 + v.norm(1, -1, keepdim=True)),
+    "any": lambda v: torch.where((v > 1).any(-1, keepdim=True), 0.5 * v, v),
     "cube": lambda v: torch.tanh(v) ** 3,
     "to the power of zero": lambda v: v**0 + v,
     "sign": lambda v: v.sign() * v,
@@ -65,6 +70,8 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gate": lambda a, b: torch.sigmoid(a) * b,
     "lerp": lambda a, b: torch.lerp(a, b, 0.3),
     "either": lambda a, b: torch.where((a > 0.1) + (b > 0.1), a, b),
+    "logaddexp": torch.logaddexp,
+    "hypot": lambda a, b: torch.hypot(a, b + 3),
     "both": lambda a, b: a * ((a > 0) * (b > 0)),
     "neither": lambda a, b: b * ~((a > 0) | (b < 0.3)),
     "mean of both": lambda a, b: a + torch.cat([a, b], -1).mean(-1, keepdim=True),
@@ -89,6 +96,8 @@ CHOICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows of a table": lambda v, table: nn.functional.embedding(torch.stack([largest(v), v.argmin(-1)], 1), table).mean(
         1
     ),
+    "the number at a place": lambda v, table: v.gather(1, largest(v)[:, None]) * v,
+    "in order": lambda v, table: v.gather(1, torch.sort((7.3 * v).round(), dim=-1, stable=True)[1]),
     "bounded index": lambda v, table: table[(3 * v).round().clamp(0, v.shape[1] - 1).long()].sum(1) + v,
 }
 

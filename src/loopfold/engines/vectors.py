@@ -326,6 +326,7 @@ LLVM: dict[str, Callable[..., Any]] = {
     "sin": lambda w, p: w._each_lane("sin", p),
     "cos": lambda w, p: w._each_lane("cos", p),
     **{name: (lambda w, p, name=name: w._each_lane(name, p)) for name in ("tan", "sinh", "cosh", "asinh", "erfc")},
+    **{name: (lambda w, p, name=name: w._each_lane(name, p)) for name in ("asin", "acos", "acosh", "atanh")},
     **{name: (lambda w, p, name=name: w._each_lane(name, p)) for name in ("exp2", "log2", "log10")},
     **{name: (lambda w, p, name=name: w._call(name, p)) for name in ("floor", "ceil", "trunc")},
     "round": lambda w, p: w._call("rint", p),
@@ -341,6 +342,7 @@ LLVM: dict[str, Callable[..., Any]] = {
     "surrogate": lambda w, p, q, r: p,
     # reductions join two numbers, or two vectors of them, into one
     "sum": lambda w, p, q: w.b.fadd(p, q, flags=("contract",)),
+    "prod": lambda w, p, q: w.b.fmul(p, q, flags=("contract",)),
     "amax": lambda w, p, q: w._call("maximum", p, q),
     "amin": lambda w, p, q: w._call("minimum", p, q),
 }

@@ -28,7 +28,8 @@ from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.ops import OPS
 
 # Where JavaScript says it otherwise than C
-_MATH = "tanh exp expm1 log log1p sqrt sin cos tan sinh cosh log2 log10 floor ceil trunc atan asinh abs"
+_MATH = "tanh exp expm1 log log1p log2 log10 sqrt abs floor ceil trunc"
+_MATH += " sin cos tan asin acos atan sinh cosh asinh acosh atanh"
 _OWN = {name: f"Math.{name}({{0}})" for name in _MATH.split()} | {
     "sigmoid": "1 / (1 + Math.exp(-{0}))",
     "rsqrt": "1 / Math.sqrt({0})",

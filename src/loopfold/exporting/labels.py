@@ -13,7 +13,7 @@ _BETWEEN = {"add": "+", "sub": "−", "mul": "×", "div": "÷", "and": "∧", "o
 _BETWEEN |= {"lt": "<", "le": "≤", "gt": ">", "ge": "≥", "eq": "=", "ne": "≠"}
 _EITHER_WAY = {"add", "mul", "and", "or", "eq", "ne"}
 _TWICE = {"add": "2 ×", "mul": "·²"}  # of the same value
-_CALLED = {"sigmoid": "σ", "sum": "Σ", "neg": "−", "not": "¬", "abs": "|·|", "sqrt": "√"}
+_CALLED = {"sigmoid": "σ", "sum": "Σ", "prod": "Π", "neg": "−", "not": "¬", "abs": "|·|", "sqrt": "√"}
 _CALLED |= {"rsqrt": "1 ÷ √", "reciprocal": "1 ÷", "cat": "join", "take": "reorder"}
 _CALLED |= {"amax": "max", "maximum": "max", "amin": "min", "minimum": "min"}
 _SUBSCRIPTS, _POWERS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"), str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

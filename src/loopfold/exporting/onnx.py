@@ -21,7 +21,8 @@ _SAME = {
     "and": "And", "or": "Or", "not": "Not", "where": "Where", "neg": "Neg", "abs": "Abs", "sign": "Sign",
     "relu": "Relu", "tanh": "Tanh", "sigmoid": "Sigmoid", "exp": "Exp", "log": "Log", "sqrt": "Sqrt",
     "reciprocal": "Reciprocal", "sin": "Sin", "cos": "Cos", "tan": "Tan", "sinh": "Sinh", "cosh": "Cosh",
-    "floor": "Floor", "ceil": "Ceil", "round": "Round", "atan": "Atan", "asinh": "Asinh", "erf": "Erf",
+    "floor": "Floor", "ceil": "Ceil", "round": "Round", "asin": "Asin", "acos": "Acos", "atan": "Atan",
+    "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "erf": "Erf",
     "detach": "Identity",
 }  # fmt: skip
 
@@ -122,7 +123,7 @@ class Operations:
             return g.node("Gather", row, g.integers(*(a.width if p < 0 else p for p in v.index)), axis=1)
         assert v.kind is Kind.REDUCTION, v.op
         parts = g.node("Reshape", self.whole(a), g.integers(-1, v.width, a.width // v.width))
-        reduce = {"sum": "ReduceSum", "amax": "ReduceMax", "amin": "ReduceMin"}[v.op]
+        reduce = {"sum": "ReduceSum", "prod": "ReduceProd", "amax": "ReduceMax", "amin": "ReduceMin"}[v.op]
         return g.node(reduce, parts, g.integers(2), keepdims=0)
 
     def _pointwise(self, v: Value, a: list[str]) -> str:

@@ -31,7 +31,7 @@ class Aten:
     `product`    None: it multiplies no tensors
     `factors`    which of the tensors that it reads it multiplies: from the first number up to the second
     `moves`      it puts numbers elsewhere and changes none
-    `dimension`  which argument says the dimension along which it works; the others stand for themselves
+    `along`      it works along the dimensions that its argument `dim` says; the others stand for themselves
     `same_rows`  if its result begins with the batch, so does what it reads, row for row
     `pointwise`  as torch's own tag of that name, which not every version of torch gives it
     `truth`      what it does where its result is truth values
@@ -43,7 +43,7 @@ class Aten:
     product: Product | None = None
     factors: tuple[int, int] = (0, 0)
     moves: bool = False
-    dimension: int | None = None
+    along: bool = False
     same_rows: bool = False
     pointwise: bool = False
     truth: Truth = Truth.UNKNOWN
@@ -56,6 +56,9 @@ MOVING = (
     *("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "t", "transpose"),
     *("slice", "select", "split", "split_with_sizes", "unbind", "cat", "stack", "repeat", "flip", "roll"),
     *("constant_pad_nd", "diagonal", "tril", "triu", "unfold", "slice_scatter", "select_scatter", "pick"),
+    *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "diag_embed", "rot90"),
+    *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "diagonal_scatter", "im2col"),
+    *("upsample_nearest1d", "upsample_nearest2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
 )
 _BOTH, _LAST_TWO = (0, 2), (1, 3)
 _KNOWN = {
@@ -78,7 +81,10 @@ _KNOWN = {
     "relu": Aten("ReLU"),
     **dict.fromkeys(("leaky_relu", "hardswish", "_prelu_kernel"), Aten(pointwise=True)),
     "masked_fill": Aten(truth=Truth.AS_NUMBERS),
-    **dict.fromkeys(("isnan", "isinf", "bitwise_xor", "logical_xor"), Aten(truth=Truth.SAME)),
+    "remainder": Aten(choices=True),
+    "floor_divide": Aten(pointwise=True),
+    **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf", "signbit"), Aten(truth=Truth.SAME)),
+    **dict.fromkeys(("bitwise_xor", "logical_xor"), Aten(truth=Truth.SAME)),
     # products
     "mm": Aten("@", Product.ROWS, _BOTH),
     "addmm": Aten("@", Product.ROWS, _LAST_TWO),  # addmm(b, h, W) adds its first
@@ -88,26 +94,25 @@ _KNOWN = {
     "addmv": Aten("@", Product.OTHER, _LAST_TWO),
     "dot": Aten("@", Product.OTHER, _BOTH),
     "convolution": Aten("", Product.OTHER, _BOTH),
+    "_trilinear": Aten("@", Product.OTHER, (0, 3)),
+    **dict.fromkeys(("bucketize", "searchsorted"), Aten(choices=True)),
     "embedding": Aten("look up", Product.LOOKUP, _BOTH, choices=True),
     "index": Aten("", Product.LOOKUP, _BOTH, choices=True),
     "index_select": Aten("", Product.LOOKUP, _BOTH, choices=True),
-    # along a dimension
-    "sum": Aten(dimension=1),
-    "mean": Aten(dimension=1),
-    "amax": Aten(dimension=1),
-    "amin": Aten(dimension=1),
-    "argmax": Aten(dimension=1, choices=True),
-    "argmin": Aten(dimension=1, choices=True),
-    "cumsum": Aten(dimension=1),
-    "linalg_vector_norm": Aten(dimension=2),
-    **dict.fromkeys(("logsumexp", "var", "std", "glu"), Aten(dimension=1)),
-    "_softmax": Aten("softmax", dimension=1),
-    "_safe_softmax": Aten("softmax", dimension=1),
-    "_log_softmax": Aten(dimension=1),
+    # along dimensions
+    **dict.fromkeys(
+        ("sum", "argmax", "argmin", "max", "min", "sort", "gather", "scatter"), Aten(along=True, choices=True)
+    ),
+    **dict.fromkeys(("mean", "nansum", "prod", "cumsum", "cumprod", "logsumexp", "glu"), Aten(along=True)),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm"), Aten(along=True)),
+    **dict.fromkeys(("amax", "amin"), Aten(along=True, truth=Truth.AS_NUMBERS)),
+    **dict.fromkeys(("any", "all"), Aten(along=True, truth=Truth.SAME)),
+    **dict.fromkeys(("_softmax", "_safe_softmax"), Aten("softmax", along=True)),
+    "_log_softmax": Aten(along=True),
     "native_layer_norm": Aten("norm"),
     "native_group_norm": Aten("norm"),
     # numbers put elsewhere
-    "getitem": Aten(moves=True, truth=Truth.SAME),
+    "getitem": Aten(moves=True, truth=Truth.SAME, choices=True),
     **dict.fromkeys(("clone", "alias", "detach"), Aten(moves=True, same_rows=True, truth=Truth.SAME, choices=True)),
     "_to_copy": Aten(same_rows=True, truth=Truth.SAME, choices=True),
     **dict.fromkeys(MOVING, Aten(moves=True, truth=Truth.AS_NUMBERS, choices=True)),
@@ -119,10 +124,8 @@ _KNOWN = {
 
 _INDEX = "A buffer of whole numbers as the index, h[:, self.order], has one; so have slices, flip and roll."
 _INSTEAD = {
-    **dict.fromkeys(("max", "min"), "torch.amax, torch.amin, torch.maximum and torch.minimum have one."),
-    **dict.fromkeys(
-        ("index", "index_select", "gather", "scatter", "scatter_add", "index_add", "take_along_dim"), _INDEX
-    ),
+    **dict.fromkeys(("sort", "topk", "kthvalue", "median"), "torch.sort(v, dim=-1, stable=True) has one."),
+    **dict.fromkeys(("index", "index_select", "scatter_add", "index_add"), _INDEX),
 }
 
 

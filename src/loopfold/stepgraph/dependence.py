@@ -76,11 +76,10 @@ def made_of(graph: StepGraph, depends: dict[Node, str], learned: frozenset[Node]
 
 
 def _is_small_work(node: Node) -> bool:
-    along = aten(node.op).dimension
     if node.op not in RULES:
         return False
-    if along is not None:
-        return len(node.args) > along and node.args[along] not in (None, ())
+    if aten(node.op).along:
+        return node.argument("dim") not in (None, ())
     return is_pointwise(node) or node.op in PLACED or node.op == "detach"
 
 

@@ -103,6 +103,19 @@ class Node:
         """Whether it draws random numbers: others at every step, and in the order of the step."""
         return self.target is not None and torch.Tag.nondeterministic_seeded in self.target.tags
 
+    def argument(self, name: str) -> Any:
+        """What one of its arguments is, given or by default, under the name that torch has for it; None if it has none.
+
+        >>> Node("s", "sum", (Node("h", "state"), (1,)), target=torch.ops.aten.sum.dim_IntList).argument("dim")
+        (1,)
+        """
+        assert self.target is not None
+        for place, known in enumerate(self.target._schema.arguments):
+            if known.name == name:
+                given = self.args[place] if place < len(self.args) else known.default_value
+                return self.kwargs.get(name, given)
+        return None
+
     def inputs(self) -> list["Node"]:
         """The nodes that this one reads, in order."""
         return list(nodes_in((*self.args, *self.kwargs.values())))

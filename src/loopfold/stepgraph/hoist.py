@@ -51,7 +51,7 @@ from loopfold.stepgraph.ops import ROUNDED
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rowwise import check_rowwise, is_pointwise
 from loopfold.stepgraph.rules import OWN, RULES
-from loopfold.stepgraph.rules.choices import exact_up_to
+from loopfold.stepgraph.rules.dimensions import exact_up_to
 from loopfold.stepgraph.split import Loop
 from loopfold.stepgraph.sums import Sums
 from loopfold.surroundings import INDICES

@@ -4,6 +4,7 @@ Every number of what an operation reads is replaced by its address, and torch's 
 is done for two sizes of the batch, so it is seen, too, whether its sequences stay apart.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ def moved(node: Node) -> list[Positions]:
     >>> moved(Node("T", "transpose", (h, 1, 2), shape=(BATCH, 3, 2), target=torch.ops.aten.transpose.int))
     [(0, 3, 1, 4, 2, 5)]
     """
-    if node.op == "constant_pad_nd" and any(node.args[2:]):
-        raise Refusal("aten.constant_pad_nd has a kernel for zeros only.")
     if any(other not in sources_of(node) for other in node.inputs()):
         raise Refusal(f"aten.{node.op} puts what changes beside what does not.")
     first, second = (_moved(node, rows) for rows in _BATCHES)
@@ -45,10 +44,13 @@ def moved(node: Node) -> list[Positions]:
 
 def _moved(node: Node, rows: int) -> list[Positions]:
     """The same for a batch of `rows`."""
+    if node.op == "constant_pad_nd":  # whatever it puts beside them, here it is zeros
+        node = replace(node, args=node.args[:2])
     sources = sources_of(node)
     widths = [size_of(n.shape) for n in sources]
     width = sum(widths)
-    addresses = torch.arange(1, 1 + width) + width * torch.arange(rows)[:, None]
+    first = torch.arange(1, 1 + width, dtype=torch.float64)  # which all of torch's operations take
+    addresses = first + width * torch.arange(rows)[:, None]
     parts = zip(sources, addresses.split(widths, 1), strict=True)
     result = apply(node, {source: from_rows(part, source.shape) for source, part in parts}, rows)
     results = [result] if isinstance(result, torch.Tensor) else list(result)
@@ -100,7 +102,7 @@ def _shape(result: torch.Tensor, node: Node, source: tuple[Any, ...]) -> tuple[A
 def _one(node: Node, result: torch.Tensor, shape: tuple[Any, ...], width: int, rows: int) -> Positions:
     if batch_at(shape) is None or result.numel() != rows * size_of(shape):
         raise _mixed(node)
-    found = rows_first(result, shape)
+    found = rows_first(result, shape).long()
     own = torch.where(found > 0, found - width * torch.arange(rows)[:, None], 0)
     if bool((own != own[0]).any()) or bool((own > width).any()) or bool((own < 0).any()):
         raise _mixed(node)

@@ -126,6 +126,16 @@ def _chosen(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
     return (b.mul(hit, b.spread(b.div(g, b.make("sum", hit, width=y.width)), a.width)),)
 
 
+def _others(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
+    """The product of the other numbers: y / a, and at the only zero, of all that are not."""
+    zero = b.make("eq", a, b.number(0))
+    zeros = b.make("sum", b.where(zero, 1, 0), width=y.width)
+    rest = b.where(b.make("eq", zeros, b.number(1)), b.make("prod", b.where(zero, 1, a), width=y.width), 0)
+    whole = b.where(b.make("eq", zeros, b.number(0)), y, 0)
+    share = b.where(zero, b.spread(rest, a.width), b.div(b.spread(whole, a.width), a))
+    return (b.mul(b.spread(g, a.width), share),)
+
+
 def _nearest(digits: int, least: int, beyond: float) -> str:
     """In C: a number with so many binary digits after the first; `least`: its exponent, or more; `beyond`: infinity."""
     unit = f"((int)fmax(ilogb({{0}}), {least}) - {digits})"
@@ -223,6 +233,7 @@ _TABLE = (
     Op("cat", Kind.LAYOUT, None),  # its arguments side by side
     Op("take", Kind.LAYOUT, 1, "take({0}, {index})", gradient=_put, again=_CHEAP),  # index: `Positions`
     _reduction("sum", lambda b, y, g, a: (b.spread(g, a.width),), "{0} + {1}", 0.0),
+    _reduction("prod", _others, "{0} * {1}", 1.0),
     _reduction("amax", _chosen, _GREATER, -math.inf, exact=True),
     _reduction("amin", _chosen, _LESS, math.inf, exact=True),
     # of two
@@ -273,8 +284,12 @@ _TABLE = (
     _function("ceil", lambda b, y, g, a: b.number(0), _CHEAP),
     _function("trunc", lambda b, y, g, a: b.number(0), _CHEAP),
     _function("round", lambda b, y, g, a: b.number(0), _CHEAP, "rint({0})"),  # halves to even
+    _function("asin", lambda b, y, g, a: b.mul(g, b.make("rsqrt", b.sub(1, b.mul(a, a)))), _KEPT),
+    _function("acos", lambda b, y, g, a: b.make("neg", b.mul(g, b.make("rsqrt", b.sub(1, b.mul(a, a))))), _KEPT),
     _function("atan", lambda b, y, g, a: b.div(g, b.add(b.mul(a, a), 1)), _KEPT),
     _function("asinh", lambda b, y, g, a: b.mul(g, b.make("rsqrt", b.add(b.mul(a, a), 1))), _KEPT),
+    _function("acosh", lambda b, y, g, a: b.mul(g, b.make("rsqrt", b.sub(b.mul(a, a), 1))), _KEPT),
+    _function("atanh", lambda b, y, g, a: b.div(g, b.sub(1, b.mul(a, a))), _KEPT),
     _function("erf", _bell, _KEPT),
     _function("erfc", lambda *args: args[0].make("neg", _bell(*args)), _KEPT),
     # the same numbers

@@ -11,6 +11,8 @@ def check_rowwise(node: Node) -> None:
     """Refuse an operation that may mix the sequences of a batch, or that is not known to keep them apart."""
     reads = [n for n in node.inputs() if batch_at(n.shape) is not None]
     known = aten(node.op)
+    if node.op == "sort" and not node.argument("stable"):  # equal numbers come in an order that hangs on the batch
+        raise Refusal(no_kernel(node.op))
     parts = node.op in ("getitem", "log_sigmoid_forward")
     if parts or not reads:
         fine = parts or known.moves or known.same_rows or batch_at(node.shape) is None
@@ -28,6 +30,9 @@ def check_rowwise(node: Node) -> None:
         fine = batch_at(reads[0].shape) == 0
     elif node.op == "embedding":
         fine = node.args[0] not in reads and not any(node.args[3:4])  # scaling by frequency counts across rows
+    elif node.op in ("_trilinear", "bucketize", "searchsorted"):
+        tables = {"_trilinear": 1, "bucketize": 1, "searchsorted": 0}
+        fine = node.args[tables[node.op]] not in reads and all(batch_at(n.shape) == 0 for n in reads)
     elif node.op in ("index", "index_select"):
         rows = len(node.args[1]) == 1 if node.op == "index" else node.args[1] == 0
         if not rows or node.args[0] in reads or batch_at(reads[0].shape) != 0:
@@ -36,12 +41,12 @@ def check_rowwise(node: Node) -> None:
     elif known.moves:
         moved(node)
         fine = True
-    elif known.dimension is not None:
-        assert node.target is not None
-        dims = node.args[known.dimension :][:1] or (node.target._schema.arguments[known.dimension].default_value,)
-        dims = dims[0] if isinstance(dims[0], tuple) else dims
+    elif known.along:
+        dim = node.argument("dim")
+        dims = dim if isinstance(dim, tuple) else (dim,)
         at, rank = batch_at(reads[0].shape), len(reads[0].shape)
-        fine = bool(dims) and all(d is not None and d % rank != at for d in dims)
+        beside = all(batch_at(n.shape) == at and len(n.shape) == rank for n in node.inputs())
+        fine = beside and bool(dims) and all(d is not None and d % rank != at for d in dims)
     elif known.same_rows:
         at = batch_at(node.shape)
         fine = node.op.startswith("new_") if at is None else all(batch_at(n.shape) == at for n in reads)

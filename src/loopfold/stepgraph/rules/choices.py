@@ -10,38 +10,158 @@ from typing import Any
 import torch
 
 from loopfold.stepgraph.aten import no_kernel
-from loopfold.stepgraph.graph import Node, Refusal, batch_at
+from loopfold.stepgraph.graph import Node, Refusal, batch_at, sizes_of
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.moves import size_of
 from loopfold.stepgraph.recipes import Recipe
-from loopfold.stepgraph.rules.dimensions import along, fold, spread
+from loopfold.stepgraph.rules.dimensions import along, check_exact, counted, exact_up_to, fold, places_of, spread
+from loopfold.stepgraph.rules.products import MOST_TERMS
 from loopfold.stepgraph.rules.registry import rule
-
-
-def exact_up_to(dtype: torch.dtype) -> int:
-    """The largest whole number up to which a dtype has them all.
-
-    >>> exact_up_to(torch.float32), exact_up_to(torch.bfloat16)
-    (16777216, 256)
-    """
-    return int(2 / torch.finfo(dtype).eps)
 
 
 @rule("argmax", "argmin")
 def _place(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    return _best(hoist, node, hoist.row(v), dim, "amax" if node.op == "argmax" else "amin")
+
+
+@rule("max", "min")
+def _largest(hoist: Any, node: Node, v: Value, dim: int, keepdim: bool = False) -> list[Value]:
+    """As torch has it, the gradient goes to the place that is given beside."""
+    v = hoist.row(v)
+    found = _best(hoist, node, v, dim, f"a{node.op}")
+    return [_gathered(hoist, node, v, dim, found, 1), found]
+
+
+def _best(hoist: Any, node: Node, v: Value, dim: Any, fold_by: str) -> Value:
     """The first place that holds the largest number; as torch has it, NaN is larger, and smaller, than any."""
-    b, v, shape = hoist.builder, hoist.row(v), node.args[0].shape
-    places = along(shape, dim)  # of each number of the row: its place along the dimension
-    n = max(places) + 1
-    if n > exact_up_to(hoist.dtype):
-        raise Refusal(f"aten.{node.op} over {n} numbers: {hoist.dtype} has not every place exactly.")
-    best = fold(hoist, "amax" if node.op == "argmax" else "amin", v, shape, dim)
+    b, shape = hoist.builder, node.args[0].shape
+    row, places = _numbered(hoist, node, along(shape, dim))
+    best = fold(hoist, fold_by, v, shape, dim)
     hit = b.make("or", b.make("eq", v, spread(hoist, best, shape, dim)), b.make("ne", v, v))
-    row = hoist.constant(Recipe(lambda: range(n), ()), n, ("places", n))
-    found = fold(hoist, "amin", b.where(hit, b.take(row, places), n - 1), shape, dim)
-    found = b.make("detach", found)
-    hoist.bounds[found] = (0, n - 1)
-    return found
+    n = row.width
+    return counted(hoist, node, fold(hoist, "amin", b.where(hit, b.take(row, places), n - 1), shape, dim), n)
+
+
+@rule("gather")
+def _gather(hoist: Any, node: Node, v: Value, dim: int, at: Value, **options: Any) -> Value:
+    m = _checked(hoist, node, dim, at)
+    return _gathered(hoist, node, hoist.row(v), dim, at, m)
+
+
+@rule("scatter")
+def _scatter(hoist: Any, node: Node, v: Value, dim: int, at: Value, new: Any, *rest: Any, **options: Any) -> Value:
+    """Another number at one place, or one number at many."""
+    b, shape, m = hoist.builder, node.args[0].shape, _checked(hoist, node, dim, at)
+    several = isinstance(node.args[3], Node) and (m != 1 or node.args[3].shape != node.args[2].shape)
+    if rest or options or several:
+        raise Refusal("aten.scatter has a kernel for one number at many places, or another at one.")
+    if isinstance(node.args[3], Node):
+        new = spread(hoist, hoist.row(new), shape, dim)
+    places, which, number = (t.mT for t in _pairs(node, dim, m))
+    hit = b.where(_equal(hoist, node, at, which, number), 1, 0)
+    hit = hoist.condition(_laid(hoist, b.make("amax", hit, width=places[..., 0].numel()), places.shape[:-1], dim))
+    return b.where(hit, new, hoist.row(v))
+
+
+@rule("sort")
+def _sort(hoist: Any, node: Node, v: Value, *rest: Any, **options: Any) -> list[Value]:
+    """Each number goes where as many stand before it as are smaller, or as large and earlier; NaN is the largest."""
+    b, dim = hoist.builder, node.argument("dim")
+    rows = places_of(node.args[0].shape).movedim(dim, -1)
+    n = rows.shape[-1]
+    _check_terms(node, rows.numel() * n)
+    full, number = (*rows.shape, n), torch.arange(n)
+    one, other = rows.unsqueeze(-1).expand(full), rows.unsqueeze(-2).expand(full)
+    a, c = b.take(v, _flat(one)), b.take(v, _flat(other))
+
+    def less(p: Value, q: Value) -> Value:
+        no_number = b.make("and", b.make("ne", q, q), b.make("eq", p, p))
+        return b.make("or", b.make("lt", p, q), no_number)
+
+    first, later = (less(a, c), less(c, a)) if node.argument("descending") else (less(c, a), less(a, c))
+    row, places = _numbered(hoist, node, _flat(number.expand(full)))
+    of_one = b.take(row, _flat(number[:, None].expand(full)))
+    earlier = b.make("lt", b.take(row, places), of_one)
+    first = b.make("or", first, b.make("and", b.make("not", later), earlier))
+    rank = b.make("sum", b.where(first, 1, 0), width=rows.numel())  # in the order of `rows`
+    in_order = torch.arange(rows.numel()).view(rows.shape).unsqueeze(-2).expand(full)
+    hit = b.make("eq", b.take(rank, _flat(in_order)), of_one)
+    sums = [
+        b.make("sum", b.where(hit, b.take(*of), 0), width=rows.numel()) for of in ((v, _flat(other)), (row, places))
+    ]
+    return [_laid(hoist, found, rows.shape, dim) for found in (sums[0], counted(hoist, node, sums[1], n))]
+
+
+@rule("bucketize", "searchsorted")
+def _between(hoist: Any, node: Node, a: Any, c: Any, **options: Any) -> Value:
+    """How many of the bounds, which are in order, are smaller; NaN is larger than any."""
+    b, (v, bounds) = hoist.builder, (a, c) if node.op == "bucketize" else (c, a)
+    given = node.argument("boundaries" if node.op == "bucketize" else "sorted_sequence")
+    if hoist.depends[given] != "once" or len(given.shape) != 1 or options.get("sorter") is not None:
+        raise Refusal(f"aten.{node.op} has a kernel for bounds [k] that are the same at every step.")
+    v, bounds = hoist.row(v), hoist.row(bounds)
+    k = given.shape[0]
+    _check_terms(node, v.width * k)
+    right = options.get("right") or options.get("side") == "right"
+    each = b.take(bounds, tuple(range(k)) * v.width)
+    beyond = b.make("not", b.make("gt" if right else "ge", each, b.spread(v, v.width * k)))
+    return counted(hoist, node, b.make("sum", b.where(beyond, 1, 0), width=v.width), k + 1)
+
+
+def _gathered(hoist: Any, node: Node, v: Value, dim: int, at: Value, m: int) -> Value:
+    """The numbers that stand at m places along a dimension."""
+    b, (places, which, number) = hoist.builder, _pairs(node, dim, m)
+    terms = b.where(_equal(hoist, node, at, which, number), b.take(v, _flat(places)), 0)
+    return _laid(hoist, b.make("sum", terms, width=at.width), places.shape[:-1], dim)
+
+
+def _pairs(node: Node, dim: int, m: int) -> tuple[torch.Tensor, ...]:
+    """`[…, m, n]`: every number of a row, where each of m indices stands, and the place that it would have to name."""
+    rows = places_of(node.args[0].shape).movedim(dim, -1)
+    *others, n = rows.shape
+    _check_terms(node, rows.numel() * m)
+    sizes = list(sizes_of(node.args[0].shape))
+    sizes[dim] = m
+    indices = torch.arange(math.prod(sizes)).view(sizes).movedim(dim, -1)
+    full = (*others, m, n)
+    return rows.unsqueeze(-2).expand(full), indices.unsqueeze(-1).expand(full), torch.arange(n).expand(full)
+
+
+def _equal(hoist: Any, node: Node, at: Value, which: torch.Tensor, number: torch.Tensor) -> Value:
+    row, places = _numbered(hoist, node, _flat(number))
+    return hoist.builder.make("eq", hoist.builder.take(at, _flat(which)), hoist.builder.take(row, places))
+
+
+def _laid(hoist: Any, v: Value, sizes: Any, dim: int) -> Value:
+    """A row whose last dimension is moved to `dim`."""
+    return hoist.builder.take(v, _flat(torch.arange(v.width).view(sizes).movedim(-1, dim)))
+
+
+def _numbered(hoist: Any, node: Node, places: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
+    """The numbers from 0 on, as a row of which `places` are taken."""
+    n = max(places) + 1
+    check_exact(hoist, node, n)
+    return hoist.constant(Recipe(lambda: range(n), ()), n, ("places", n)), places
+
+
+def _checked(hoist: Any, node: Node, dim: int, at: Any) -> int:
+    """How many indices there are along a dimension, all seen to lie within it."""
+    shape, index = node.args[0].shape, node.args[2].shape
+    if not isinstance(at, Value) or index != (*shape[: dim % len(shape)], index[dim], *shape[dim % len(shape) + 1 :]):
+        raise Refusal(f"aten.{node.op} has a kernel for indices of the shape of what they index but for one dimension.")
+    low, high = bounds_of(hoist, at)
+    if not (low >= 0 and high < shape[dim]):
+        raise Refusal(f"an index into {shape[dim]} numbers may be any. Bound it: index.clamp(0, {shape[dim] - 1}).")
+    return index[dim]
+
+
+def _check_terms(node: Node, terms: int) -> None:
+    if terms > MOST_TERMS:
+        raise Refusal(f"aten.{node.op} of so many numbers is too large for a kernel: it takes {terms} comparisons.")
+
+
+def _flat(places: torch.Tensor) -> tuple[int, ...]:
+    return tuple(places.flatten().tolist())
 
 
 @rule("embedding", "index", "index_select")

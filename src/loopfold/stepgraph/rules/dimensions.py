@@ -11,6 +11,7 @@ from loopfold.stepgraph.moves import size_of
 from loopfold.stepgraph.recipes import Recipe
 from loopfold.stepgraph.rules.products import MOST_TERMS
 from loopfold.stepgraph.rules.registry import rule
+from loopfold.surroundings import INDICES
 
 
 @rule("getitem")
@@ -22,7 +23,7 @@ def _getitem(hoist: Any, node: Node, parts: list[Any], i: int) -> Any:
 
 def fold(hoist: Any, op: str, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     """A reduction over dimensions of a value of such a shape."""
-    dims, places = _dims(shape, dim), _places(shape)
+    dims, places = _dims(shape, dim), places_of(shape)
     kept = [d for d in range(len(shape)) if d not in dims]
     last = places.permute(*kept, *dims).flatten()
     width = places.numel() // math.prod(places.shape[d] for d in dims)
@@ -31,7 +32,7 @@ def fold(hoist: Any, op: str, v: Value, shape: tuple[Any, ...], dim: Any) -> Val
 
 def spread(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     """What a reduction gave, at every place that it was made from."""
-    dims, places = _dims(shape, dim), _places(shape)
+    dims, places = _dims(shape, dim), places_of(shape)
     sizes = [1 if d in dims else size for d, size in enumerate(places.shape)]
     return hoist.builder.take(v, tuple(torch.arange(v.width).view(sizes).expand(places.shape).flatten().tolist()))
 
@@ -41,14 +42,16 @@ def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
     return sorted(d % len(shape) for d in dims)
 
 
-def _places(shape: tuple[Any, ...]) -> torch.Tensor:
+def places_of(shape: tuple[Any, ...]) -> torch.Tensor:
     """The numbers of a row, in their shape: for one sequence."""
+    if not size_of(shape):
+        raise Refusal("it works along dimensions without a number.")
     return torch.arange(size_of(shape)).view(sizes_of(shape))
 
 
 def along(shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
     """For each number of a row of such a shape, where it stands along a dimension."""
-    places = _places(shape)
+    places = places_of(shape)
     n = places.shape[dim]
     return tuple(
         torch.arange(n)
@@ -66,7 +69,50 @@ def _mean_of(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
 
 @rule("sum", "amax", "amin")
 def _reduce(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
-    return fold(hoist, node.op, v, node.args[0].shape, dim)
+    total = fold(hoist, node.op, hoist.row(v), node.args[0].shape, dim)
+    if node.dtype not in INDICES:
+        return total
+    if node.args[0].dtype != torch.bool:
+        raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
+    return counted(hoist, node, total, v.width // total.width + 1)
+
+
+def exact_up_to(dtype: torch.dtype) -> int:
+    """The largest whole number up to which a dtype has them all.
+
+    >>> exact_up_to(torch.float32), exact_up_to(torch.bfloat16)
+    (16777216, 256)
+    """
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def check_exact(hoist: Any, node: Node, n: int) -> None:
+    if n > exact_up_to(hoist.dtype):
+        raise Refusal(f"aten.{node.op} over {n} numbers: {hoist.dtype} has not every place exactly.")
+
+
+def counted(hoist: Any, node: Node, v: Value, n: int) -> Value:
+    """Whole numbers below n: no gradient goes through a choice."""
+    check_exact(hoist, node, n)
+    hoist.bounds[v] = (0, n - 1)
+    return hoist.builder.make("detach", v)
+
+
+@rule("nansum")
+def _nansum(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
+    b = hoist.builder
+    return fold(hoist, "sum", b.where(b.make("eq", v, v), v, 0), node.args[0].shape, dim)
+
+
+@rule("any", "all")
+def _truths(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    truth = hoist.row(hoist.condition(v))
+    return hoist.condition(fold(hoist, "amax" if node.op == "any" else "amin", truth, node.args[0].shape, dim))
+
+
+@rule("prod")
+def _prod(hoist: Any, node: Node, v: Value, dim: Any, keepdim: bool = False, **options: Any) -> Value:
+    return fold(hoist, "prod", v, node.args[0].shape, dim)
 
 
 @rule("mean")
@@ -104,14 +150,30 @@ def _centred(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     return hoist.builder.sub(v, spread(hoist, greatest, shape, dim))
 
 
-@rule("linalg_vector_norm")
-def _norm(hoist: Any, node: Node, v: Value, ord: float = 2, dim: Any = None, *rest: Any, **options: Any) -> Value:
-    if ord != 2:
-        raise Refusal(f"aten.linalg_vector_norm of order {ord} has no kernel.")
-    b = hoist.builder
-    square = fold(hoist, "sum", b.mul(v, v), node.args[0].shape, dim)
-    none = b.make("eq", square, b.number(0))
-    return b.where(none, 0, b.make("sqrt", b.where(none, 1, square)))  # as torch has it, no gradient at zero
+@rule("linalg_vector_norm", "norm")
+def _norm(hoist: Any, node: Node, v: Value, p: float | None = 2, dim: Any = None, *rest: Any, **options: Any) -> Value:
+    b, shape, p = hoist.builder, node.args[0].shape, 2 if p is None else p
+    size, zero = b.make("abs", v), b.make("eq", v, b.number(0))
+    if abs(p) == math.inf or p == 1:
+        return fold(hoist, "sum" if p == 1 else "amax" if p > 0 else "amin", size, shape, dim)
+    if p == 0:
+        return fold(hoist, "sum", b.where(zero, 0, 1), shape, dim)
+    if p < 0:
+        raise Refusal(f"aten.{node.op} of order {p} has no kernel.")
+    if p == 2:
+        power = b.mul(v, v)
+    elif p > 1:
+        power = b.make("pow", size, index=float(p))
+    else:
+        power = b.where(zero, 0, b.make("pow", b.where(zero, 1, size), index=float(p)))
+    return _rooted(b, fold(hoist, "sum", power, shape, dim), p)
+
+
+def _rooted(b: Any, total: Value, p: float) -> Value:
+    """The p-th root; as torch has it, no gradient at zero."""
+    none = b.make("eq", total, b.number(0))
+    some = b.where(none, 1, total)
+    return b.where(none, 0, b.make("sqrt", some) if p == 2 else b.make("pow", some, index=1 / p))
 
 
 @rule("native_layer_norm")
@@ -169,39 +231,38 @@ def _logsumexp(hoist: Any, node: Node, v: Value, dim: Any, keepdim: bool = False
     return b.add(b.make("log", fold(hoist, "sum", e, shape, dim)), top)
 
 
-@rule("var", "std")
+@rule("var", "std", "var_mean", "std_mean")
 def _spread(
     hoist: Any, node: Node, v: Value, dim: Any = None, *rest: Any, correction: Any = 1, keepdim: bool = False
-) -> Value:
+) -> Value | list[Value]:
     b, shape = hoist.builder, node.args[0].shape
     mean = _mean_of(hoist, v, shape, dim)
     count, correction = v.width // mean.width, 1 if correction is None else correction
     if rest or count <= correction:
         raise Refusal(f"aten.{node.op} of so few features has no kernel.")
-    centred = b.sub(v, spread(hoist, mean, shape, dim))
-    variance = b.mul(fold(hoist, "sum", b.mul(centred, centred), shape, dim), 1 / (count - correction))
-    if node.op == "var":
-        return variance
-    none = b.make("eq", variance, b.number(0))
-    return b.where(none, 0, b.make("sqrt", b.where(none, 1, variance)))  # as torch has it, no gradient at zero
+    centred = b.sub(v, spread(hoist, b.make("detach", mean), shape, dim))  # whose sum is 0, and so is the gradient
+    found = b.mul(fold(hoist, "sum", b.mul(centred, centred), shape, dim), 1 / (count - correction))
+    found = found if node.op.startswith("var") else _rooted(b, found, 2)
+    return [found, mean] if node.op.endswith("_mean") else found
 
 
-@rule("cumsum")
-def _cumsum(hoist: Any, node: Node, v: Value, dim: int, **options: Any) -> Value:
-    """The sum of all places up to each."""
-    places = _places(node.shape).movedim(dim, -1)
+@rule("cumsum", "cumprod")
+def _cumulated(hoist: Any, node: Node, v: Value, dim: int, **options: Any) -> Value:
+    """The sum, or the product, of all places up to each."""
+    b, places = hoist.builder, places_of(node.shape).movedim(dim, -1)
     n = places.shape[-1]
     if places.numel() * n > MOST_TERMS:
-        raise Refusal(f"aten.cumsum over {n} features is too large for a kernel.")
+        raise Refusal(f"aten.{node.op} over {n} features is too large for a kernel.")
     upto = torch.ones(n, n, dtype=torch.bool).tril()
-    terms = torch.where(upto, places.unsqueeze(-2), -1)
-    sums = hoist.builder.make("sum", hoist.builder.take(v, tuple(terms.flatten().tolist())), width=v.width)
+    fold_by, beyond, row = ("sum", -1, v) if node.op == "cumsum" else ("prod", v.width, b.cat([v, b.number(1)]))
+    terms = torch.where(upto, places.unsqueeze(-2), beyond)
+    found = b.make(fold_by, b.take(row, tuple(terms.flatten().tolist())), width=v.width)
     back = torch.arange(v.width).view(places.shape).movedim(-1, dim)
-    return hoist.builder.take(sums, tuple(back.flatten().tolist()))
+    return b.take(found, tuple(back.flatten().tolist()))
 
 
 @rule("glu")
 def _glu(hoist: Any, node: Node, v: Value, dim: int = -1) -> Value:
-    places = _places(node.args[0].shape)
+    places = places_of(node.args[0].shape)
     a, gate = (hoist.builder.take(v, tuple(half.flatten().tolist())) for half in places.chunk(2, dim))
     return hoist.builder.mul(a, hoist.builder.make("sigmoid", gate))

@@ -30,8 +30,12 @@ def _detach(hoist: Any, node: Node, v: Any) -> Any:
 def _move(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Any:
     """Where each number comes from, torch itself says."""
     rows = [hoist.row(hoist.argument(source)) for source in sources_of(node)]
-    whole = rows[0] if len(rows) == 1 else hoist.builder.cat(rows)
-    results = [hoist.builder.take(whole, positions) for positions in moved(node)]
+    whole, found = rows[0] if len(rows) == 1 else hoist.builder.cat(rows), moved(node)
+    beside = node.argument("value") if node.op == "constant_pad_nd" else 0
+    if beside:
+        found = [tuple(whole.width if p < 0 else p for p in positions) for positions in found]
+        whole = hoist.builder.cat([whole, hoist.builder.number(beside)])
+    results = [hoist.builder.take(whole, positions) for positions in found]
     return results if node.dtype is None else results[0]
 
 

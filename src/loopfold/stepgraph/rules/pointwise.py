@@ -11,6 +11,7 @@ from loopfold.stepgraph.moves import size_of
 from loopfold.stepgraph.ops import raised
 from loopfold.stepgraph.rules.choices import bounds_of
 from loopfold.stepgraph.rules.registry import rule
+from loopfold.surroundings import INDICES
 
 
 @rule("add")
@@ -33,11 +34,22 @@ def _mul(hoist: Any, node: Node, a: Any, b: Any) -> Value:
     return hoist.builder.mul(hoist.row(a), hoist.row(b))
 
 
-@rule("div")
-def _div(hoist: Any, node: Node, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
-    if rounding_mode is not None:
-        raise Refusal("aten.div with a rounding mode has no kernel.")
-    return hoist.builder.div(hoist.row(a), hoist.row(b))
+@rule("div", "floor_divide")
+def _div(hoist: Any, node: Node, a: Any, c: Any, rounding_mode: str | None = None) -> Value:
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    if rounding_mode is None and node.op == "div":
+        return b.div(a, c)
+    whole = b.make("trunc", b.div(a, c)) if rounding_mode == "trunc" else _floored(b, a, c)
+    return _with_factors(b, whole, (a, b.number(0)), (c, b.number(0)))
+
+
+def _floored(b: Any, a: Value, c: Value) -> Value:
+    """As Python has it: less what is left over, a quotient cannot be rounded to the next whole number."""
+    zero, quotient, rest = b.number(0), b.div(a, c), b.make("fmod", a, c)
+    signs = b.make("lt", b.where(b.make("lt", c, zero), b.make("neg", rest), rest), zero)  # of another sign than c
+    found = b.make("round", b.sub(b.div(b.sub(a, rest), c), b.where(signs, 1, 0)))
+    found = b.where(b.make("eq", found, zero), b.mul(quotient, 0), found)  # -0.0 is not 0.0
+    return b.where(b.make("eq", c, zero), quotient, found)
 
 
 @rule("pow")
@@ -157,20 +169,27 @@ def _surrogate(hoist: Any, node: Node, *args: Any) -> Value:
 
 @rule("round")
 def _round(hoist: Any, node: Node, v: Value, decimals: int = 0) -> Value:
-    if decimals:
-        raise Refusal("aten.round to decimals has no kernel.")
-    return hoist.builder.make("round", v)
+    b, unit = hoist.builder, 10.0 ** abs(decimals)
+    if decimals < 0:
+        return b.mul(b.make("round", b.div(v, unit)), unit)
+    return b.div(b.make("round", b.mul(v, unit)), unit) if decimals else b.make("round", v)
 
 
 @rule("remainder")
 def _remainder(hoist: Any, node: Node, a: Any, c: Any) -> Value:
     """What is left has the sign of the divisor."""
     b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
-    rest, zero = b.make("fmod", a, c), b.number(0)
+    fixed, zero = b.make("detach", c), b.number(0)
+    rest = b.make("fmod", a, fixed)
     other = b.make(
         "or", *[b.make("and", b.make("lt", p, zero), b.make("gt", q, zero)) for p, q in ((rest, c), (c, rest))]
     )
-    return b.where(other, b.add(rest, c), rest)
+    found = b.where(other, b.add(rest, fixed), rest)
+    if c.op != "number":
+        return b.make("surrogate", found, c, b.make("neg", _floored(b, a, c)))
+    if c.index > 0 and float(c.index).is_integer():
+        hoist.bounds[found] = (0, c.index - 1 if node.dtype in INDICES else c.index)
+    return found
 
 
 @rule("log_sigmoid_forward")
@@ -196,7 +215,8 @@ def _with_factors(b: Any, y: Value, *factors: tuple[Value, Value]) -> Value:
     found = b.make("detach", y)
     for a, w in factors:
         if a.op != "number":
-            found = b.make("surrogate", found, a, b.make("expand", w, width=y.width) if w.op == "number" else w)
+            to = b.make("sign", a) if w.op == "number" else a  # a factor of 0 is one for inf too, as a sign's gradient
+            found = b.make("surrogate", found, to, b.expand(w, y.width))
     return found
 
 
@@ -231,7 +251,7 @@ def _logit(hoist: Any, node: Node, v: Value, eps: float | None = None) -> Value:
 
 @rule("hypot")
 def _hypot(hoist: Any, node: Node, a: Any, c: Any) -> Value:
-    """Of parts of the larger one, whose squares are of a size that numbers have."""
+    """Of parts of the larger one, whose squares are of a size that numbers have; beside inf, whatever the other is."""
     b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
     sizes = [b.make("abs", v) for v in (a, c)]
     infinite = b.make("or", *[b.make("eq", size, b.number(math.inf)) for size in sizes])
@@ -298,3 +318,81 @@ def _xor(hoist: Any, node: Node, a: Any, c: Any) -> Value:
 @rule("isinf")
 def _isinf(hoist: Any, node: Node, v: Value) -> Value:
     return hoist.builder.make("eq", hoist.builder.make("abs", v), hoist.builder.number(math.inf))
+
+
+@rule("isposinf", "isneginf")
+def _isinf_of(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.make("eq", v, hoist.builder.number(math.inf if node.op == "isposinf" else -math.inf))
+
+
+@rule("signbit")
+def _signbit(hoist: Any, node: Node, v: Value) -> Value:
+    return _is_negative(hoist.builder, v)
+
+
+def _is_negative(b: Any, v: Value) -> Value:
+    """Of -0.0 too."""
+    zero = b.number(0)
+    below_zero = b.make("and", b.make("eq", v, zero), b.make("lt", b.make("reciprocal", v), zero))
+    return b.make("or", b.make("lt", v, zero), below_zero)
+
+
+@rule("copysign")
+def _copysign(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    size = b.make("abs", a)
+    y = b.where(_is_negative(b, c), b.make("neg", size), size)
+    return _with_factors(b, y, (a, b.where(b.make("eq", a, b.number(0)), 0, b.div(y, a))), (c, b.number(0)))
+
+
+@rule("fmax", "fmin")
+def _number_of_two(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    """The larger, or the smaller, of what is a number."""
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    first = b.make("or", b.make("ge" if node.op == "fmax" else "le", a, c), b.make("ne", c, c))
+    return b.where(first, a, c)
+
+
+@rule("nan_to_num")
+def _nan_to_num(
+    hoist: Any, node: Node, v: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Value:
+    assert node.dtype is not None
+    b, largest = hoist.builder, torch.finfo(node.dtype).max
+    found = b.where(b.make("eq", v, v), v, 0 if nan is None else nan)
+    for infinite, given, by_default in ((math.inf, posinf, largest), (-math.inf, neginf, -largest)):
+        found = b.where(b.make("eq", v, b.number(infinite)), by_default if given is None else given, found)
+    return found
+
+
+@rule("xlogy", "special_xlog1py")
+def _xlogy(hoist: Any, node: Node, a: Any, c: Any) -> Value:
+    """0 where a is, even beside log 0."""
+    b, a, c = hoist.builder, hoist.row(a), hoist.row(c)
+    log, start = ("log", 0) if node.op == "xlogy" else ("log1p", -1)
+    zero, of_c = b.make("eq", a, b.number(0)), b.make(log, c)
+    y = b.where(b.make("and", zero, b.make("eq", c, c)), 0, b.mul(a, of_c))
+    slope = b.where(b.make("and", zero, b.make("le", c, b.number(start))), 0, of_c)
+    return _with_factors(b, y, (a, slope), (c, b.div(a, b.sub(c, start) if start else c)))
+
+
+@rule("special_entr")
+def _entropy(hoist: Any, node: Node, v: Value) -> Value:
+    b, log = hoist.builder, hoist.builder.make("log", v)
+    y = b.where(b.make("eq", v, b.number(0)), 0, b.make("neg", b.mul(v, log)))
+    y = b.where(b.make("lt", v, b.number(0)), -math.inf, y)
+    return _with_factors(b, y, (v, b.make("neg", b.add(log, 1))))
+
+
+@rule("sinc")
+def _sinc(hoist: Any, node: Node, v: Value) -> Value:
+    b, angle = hoist.builder, hoist.builder.mul(v, math.pi)
+    sine, square, zero = b.make("sin", angle), b.mul(b.mul(v, v), math.pi), b.number(0)
+    slope = b.div(b.sub(b.mul(angle, b.make("cos", angle)), sine), square)
+    slope = b.where(b.make("eq", square, zero), 0, slope)
+    return _with_factors(b, b.where(b.make("eq", v, zero), 1, b.div(sine, angle)), (v, slope))
+
+
+@rule("deg2rad", "rad2deg")
+def _degrees(hoist: Any, node: Node, v: Value) -> Value:
+    return hoist.builder.mul(v, math.pi / 180 if node.op == "deg2rad" else 180 / math.pi)

@@ -68,6 +68,25 @@ def _convolution(hoist: Any, node: Node, v: Any, weight: Any, bias: Any, *how: A
     return hoist.builder.add(product, hoist.constant(each, shape[1], ("each place", bias_node, places)))
 
 
+@rule("_trilinear")
+def _bilinear(hoist: Any, node: Node, a: Any, weight: Any, c: Any, *how: Any) -> Value:
+    """As nn.Bilinear has it: every number of one row times every number of another, and all of these by a matrix."""
+    left, filters, right = node.args[:3]
+    sizes = [n.shape[1] for n in (left, right) if len(n.shape) == 2]
+    if how[:4] != ((1, 3), (0,), (1, 2), (2, 3)) or len(sizes) != 2 or isinstance(weight, Value):
+        raise Refusal("aten._trilinear has a kernel as F.bilinear of rows [batch, n] alone has it.")
+    if math.prod(sizes) > MOST_TERMS:
+        raise Refusal(f"a bilinear product of {sizes[0]} and {sizes[1]} numbers is too large for a kernel.")
+    m, places = hoist.builder, torch.arange(math.prod(sizes)).view(sizes)
+    first, second = places // sizes[1], places % sizes[1]
+    rows = [m.take(hoist.row(v), tuple(at.flatten().tolist())) for v, at in ((a, first), (c, second))]
+    return hoist.matmul(m.mul(*rows), Matrix(filters, (math.prod(sizes), node.shape[1]), (), True, _each_in_a_row))
+
+
+def _each_in_a_row(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flatten(1)
+
+
 def _multiply(hoist: Any, a: Node, b: Node, left: Any, right: Any) -> Value:
     """Rows by matrices that are the same at every step; or both change, and every sequence multiplies its own."""
     if isinstance(left, Value) and isinstance(right, Value):
