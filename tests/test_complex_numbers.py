@@ -199,6 +199,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "real of a new one, twice": lambda z, x, f: z * 0.5 + ((w := torch.complex(x, x)).real + w.real) * x,
     "real twice": lambda z, x, f: 0.3 * z * (z.real + z.real) + (v := f.w * z).real * v.real + x,
     "views": lambda z, x, f: torch.view_as_complex(torch.view_as_real(z).flip(-1).contiguous() * 0.5) + x,
+    "padding with a number": lambda z, x, f: 0.5 * nn.functional.pad(z, (1, -1), value=0.5) + x,
     "moves": lambda z, x, f: torch.cat([z[:, 2:], z[:, :2]], 1).flip(1).roll(1, 1) * 0.5 + x,
     "cat with real ones": lambda z, x, f: 0.5 * torch.cat([z[:, 2:], x[:, :2].to(z.dtype)], 1),
     "stack": lambda z, x, f: torch.stack([z, f.w.expand_as(z)], 1).mean(1) + x,
@@ -252,6 +253,21 @@ def test_random_steps_of_complex_numbers(seed: int) -> None:
     truth = everything(f, x, lf.Sequential())
     for engine in (lf.FusedCPU(), lf.Looped()):
         assert max(errors(everything(f, x, engine), truth).values()) < 1e-10
+
+
+@torch.no_grad()
+def test_real_numbers_are_put_among_complex_ones() -> None:
+    """torch has no gradient for these."""
+    for function in (
+        lambda z, x, f: z * 0.5 + torch.select_scatter(z, x[:, 0], 1, 2),
+        lambda z, x, f: z * 0.5 + torch.slice_scatter(x * z, x[:, :2], 1, 1, 3),
+        lambda z, x, f: torch.diagonal_scatter(z[:, :, None] * x[:, None], x, 0, 1, 2).mean(1),
+    ):
+        f, x = Given(function), torch.randn(5, 2, 4)
+        for engine in (lf.FusedCPU(), lf.Looped()):
+            torch.testing.assert_close(
+                lf.unfold(f, x, engine=engine).states, lf.unfold(f, x, engine=lf.Sequential()).states
+            )
 
 
 def test_angles_of_zeros_are_those_of_their_signs() -> None:

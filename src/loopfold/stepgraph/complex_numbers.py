@@ -295,8 +295,15 @@ def _number(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair
 def _both(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What moves numbers, or adds them up, does so to both parts."""
     alone = sum(isinstance(a, Tensor) and a.is_complex() for a in args) == 1
-    parts = [(c.pair(a) if alone else c.tensors(a)) if _is_complex(a) else (a, a) for a in args]
-    found: list[Any] = [None if each[0] is None else c.take(func, *each, **kwargs) for each in zip(*parts, strict=True)]
+
+    def parts(a: Any) -> Any:
+        if isinstance(a, Tensor) and a.is_floating_point():  # a real one, put among complex ones
+            return c.tensors(a)
+        return (a, a) if not _is_complex(a) else c.pair(a) if alone else c.tensors(a)
+
+    found: list[Any] = [
+        None if each[0] is None else c.take(func, *each, **kwargs) for each in zip(*map(parts, args), strict=True)
+    ]
     re, im = found
     if isinstance(re, Tensor):
         return Pair(re, im)
@@ -315,6 +322,13 @@ RULES.update(dict.fromkeys((*_MOVING, "neg", "sum", "mean", "cumsum"), _both))
 def _beside(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
     parts = zip(*(c.tensors(a) for a in args[0]), strict=True)
     return Pair(*(c.take(func, list(part), *args[1:], **kwargs) for part in parts))
+
+
+@rule("constant_pad_nd")
+def _pad(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    z, sizes, *value = args
+    pairs = zip(c.tensors(z), c.pair(*value or [0]), strict=True)
+    return Pair(*(c.take(func, part, sizes, 0 if number is None else number) for part, number in pairs))
 
 
 @rule("where")
