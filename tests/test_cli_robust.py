@@ -163,7 +163,7 @@ MISTYPED: dict[str, tuple[list[object], str]] = {
     ),
     "too many steps to draw": (
         ["draw", "lstm", "--steps", 10**9],
-        "has 6,000,000,000 arrows, and 1,000,000 can be drawn: choose fewer --steps, or a smaller network",
+        "has 6,000,000,000 arrows, and 10,000,000 can be drawn: choose fewer --steps, or a smaller network",
     ),
     "too many operations to draw": (
         ["draw", "lstm", "--layers", 60, "--operations"],

@@ -283,6 +283,7 @@ def test_a_terminal_that_is_closed_saves_and_stops(evaluate_every: int, text: Pa
     assert open_run(tmp_path / "run").standing.unfinished
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs a terminal that can be closed")
 def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> None:
     """Which has SIGHUP ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import loopfold as lf
 from loopfold.drawing.circuit import Circuit, Role
-from loopfold.drawing.figure import LIGHT, Drawing, new_figure, style
+from loopfold.drawing.figure import LIGHT, Drawing, _element, new_figure, style
 from loopfold.drawing.layout import blocks
 from loopfold.drawing.legend import legend
 from loopfold.drawing.networks import circuit
@@ -489,6 +489,8 @@ def test_formulas_are_runs_of_letters_at_places_of_their_own() -> None:
     runs = re.findall(r"<text[^>]*>([^<]*)</text>", Drawing(figure, "a name").svg())
     assert runs[:2] == ["hidden", "input"]  # a thin space stays a space
     assert sorted(runs[2:]) == sorted(["ab", "(3)", "&lt;", "x"])
+    other = '<svg><text>\n<tspan style="font: 12px serif" x="0 5" y="1">ab</tspan>\n</text></svg>'
+    assert other[5:-6] in _element(other, "written in some other way")
 
 
 def test_heat_maps_have_cells_with_edges_where_images_are_smoothed() -> None:

@@ -31,12 +31,28 @@ class Leaky(nn.Module):
         return 0.3 * h + 0.7 * torch.tanh(h @ self.W.T + x @ self.U.T)
 
 
+class Turning(lf.Transition):
+    """With a complex state, and a complex parameter."""
+
+    def __init__(self, size: int, n: int) -> None:
+        super().__init__()
+        self.lam, self.U = nn.Parameter(torch.randn(n, dtype=torch.complex128) / 3), nn.Linear(size, n)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return torch.zeros(batch, len(self.lam), dtype=self.lam.dtype, device=self.lam.device)
+
+    def forward(self, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.lam * z + self.U(x)
+        return z.real + z.imag, z
+
+
 def one_hot() -> nn.Module:
     return lf.SequenceToSequence(lf.Elman(SIZE, 4), outputs=SIZE)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: recurrent_lm(SIZE, [lf.LSTM(3, 5)], 3, 0.2),
+    "complex": lambda: recurrent_lm(SIZE, [Turning(3, 5)], 3),
     "tied, weights dropped": lambda: recurrent_lm(
         SIZE, [lf.LSTM(4, 5), lf.LSTM(5, 4)], 4, 0.3, tied=True, weight_drop=0.4
     ),
@@ -219,12 +235,13 @@ def test_what_drops_and_what_is_tied_follows_the_text() -> None:
     assert not torch.isclose(came[5:], plain[5:]).any()
 
 
-def test_gradient_rms_is_the_root_of_the_mean_square() -> None:
-    model, ids = made("lstm"), text(23)
+@pytest.mark.parametrize("name", ["lstm", "complex"])
+def test_gradient_rms_is_the_root_of_the_mean_square(name: str) -> None:
+    model, ids = made(name), text(23)
     came = lf.gradient_rms(model, ids, streams=2, window=4)
-    lm = made("lstm").eval()
+    lm = made(name).eval()
     assert isinstance(lm, lf.LanguageModel)
-    squares, contexts = [torch.zeros_like(p) for p in lm.parameters()], lm.initial_context(2)
+    squares, contexts = [torch.zeros_like(p.real) for p in lm.parameters()], lm.initial_context(2)
     first, second = ids[:12], ids[12:]
     for start, end in ((0, 4), (4, 8), (8, 12)):
         nll, ends = [], []
@@ -234,7 +251,7 @@ def test_gradient_rms_is_the_root_of_the_mean_square() -> None:
             ends.append(map_state(Tensor.detach, scored.context))
         contexts = map_state(lambda *two: torch.cat(two), *ends)
         for total, g in zip(squares, torch.autograd.grad(torch.cat(nll).mean(), [*lm.parameters()]), strict=True):
-            total += g**2
+            total += g.abs() ** 2
     for a, b in zip(came, squares, strict=True):
         close(a, (b / 3).sqrt())
 

@@ -14,7 +14,8 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def free_memory(device: str = "cpu") -> int | None:
     """The bytes that could be had now, swap included; None where the system does not tell."""
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     with suppress(OSError, KeyError, ValueError):
         found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = sum(1024 * int(found[name].split()[0]) for name in ("MemAvailable", "SwapFree"))

@@ -118,6 +118,8 @@ def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[st
             try:
                 twin = copy.deepcopy(cell, {id(t): _like(t, turn) for t in tensors})
                 recurrence = checked(twin, example, None, None, None)
+                if any(leaf.is_complex() for leaf in (*leaves(recurrence.state), x)):
+                    raise Refusal("its state or x is complex.")
                 found = program_of(recurrence)
                 layer.returns = tuple(_marked(p) for p in parted(found.program.graph.structure, recurrence.state))
                 texts.add(to_text(found.program.graph))
@@ -140,7 +142,7 @@ def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[st
 def _like(tensor: Tensor, turn: int) -> Tensor:
     """A tensor like one that has no numbers, with such as it may have."""
     sizes: Any = {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() and not tensor.is_complex():
         return torch.full(fill_value=turn, **sizes)
     made = torch.rand(**sizes, generator=torch.Generator(tensor.device).manual_seed(turn))
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -340,7 +340,8 @@ def _tensors_of(f: Step) -> list[Tensor]:
 
 def _a_tensor_of(f: Step, x: State | None) -> Tensor:
     """A tensor whose dtype and device the state takes over."""
-    floating = [t.detach() for t in (*_tensors_of(f), *all_leaves(x)) if t.is_floating_point()]
+    tensors = [t.detach() for t in (*_tensors_of(f), *all_leaves(x))]
+    floating = [t for t in tensors if t.is_floating_point()] or [t.real for t in tensors if t.is_complex()]
     return floating[0] if floating else torch.zeros(())
 
 

@@ -97,11 +97,15 @@ class DynamicEvaluation(Way):
             return [rate.to(p) for p in trained], [decay.to(p) for p in trained]
         if [r.shape for r in self.rms] != [p.shape for p in trained]:
             raise ValueError("rms is of another model: type gradient_rms(model, training_tokens).")
-        rms = [r.to(p) for r, p in zip(self.rms, trained, strict=True)]
+        rms = [r.to(p.real) for r, p in zip(self.rms, trained, strict=True)]
         mean = sum(float(r.double().sum()) for r in rms) / sum(r.numel() for r in rms)
         if not 0 < mean < math.inf:
             raise ValueError(f"rms must be positive finite numbers; their mean is {mean}.")
-        return [self.rate / (r + mean) for r in rms], [(r * (self.decay / mean)).clamp(max=1) for r in rms]
+        steps = [self.rate / (r + mean) for r in rms]
+        pulls = [(r * (self.decay / mean)).clamp(max=1) for r in rms]
+        return [s.to(p) for s, p in zip(steps, trained, strict=True)], [
+            s.to(p) for s, p in zip(pulls, trained, strict=True)
+        ]
 
     @staticmethod
     def tuned(
@@ -141,10 +145,11 @@ DECAYS = [0.0, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
 def gradient_rms(
     model: nn.Module, tokens: Tensor | Tokens, *, streams: int = 32, window: int = 20
 ) -> tuple[Tensor, ...]:
-    """√(mean of g²) for each parameter, over the gradients g of a training text's mean loss, window by window."""
+    """√(mean of |g|²) for each parameter, over the gradients g of a training text's mean loss, window by window."""
     language_model, ids = _read(model, tokens)
     with in_evaluation(language_model), torch.inference_mode(False), torch.enable_grad():
-        parts, squares = Streams(ids.clone(), streams, window), [torch.zeros_like(p) for p in _trained(language_model)]
+        parts = Streams(ids.clone(), streams, window)
+        squares = [torch.zeros_like(p.real) for p in _trained(language_model)]
         parameters = [p for p in language_model.parameters() if p.requires_grad]
         context = language_model.initial_context(parts.count)
         for i, piece in enumerate(parts):
@@ -153,7 +158,7 @@ def gradient_rms(
             mean = scored.nll.sum() / parts.tokens_in(i)
             for total, g in zip(squares, torch.autograd.grad(mean, parameters, allow_unused=True), strict=True):
                 if g is not None:
-                    total.addcmul_(g, g)
+                    total.add_((g * g.conj()).real)
             tell("following gradients", (i + 1) * len(ids) // len(parts), len(ids), "tokens")
     return tuple((total / len(parts)).sqrt() for total in squares)
 

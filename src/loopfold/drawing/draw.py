@@ -72,13 +72,13 @@ def draw(
     return paint(unfolded_scene(unfolded, sizes(unfolded, x, y), gradients, columns))
 
 
-SHOWN, FOLLOWED = 20_000, 1_000_000  # arrows of a picture at most, and of the steps that it stands for: minutes
+SHOWN, FOLLOWED = 20_000, 10_000_000  # arrows of a picture at most, and of the steps that it stands for: minutes
 
 
 def _check_size(circuit: Circuit, steps: int | tuple[int, ...] | None, columns: int) -> None:
     """Refuse a picture that would take much longer than minutes, before it is begun."""
     arrows, tau = len(circuit.edges), 1 if steps is None else max(steps) if isinstance(steps, tuple) else steps
-    shown = arrows * min(tau, columns)
+    shown = arrows * (tau if tau <= max(columns, 6) else 5)
     if shown <= SHOWN and arrows * tau <= FOLLOWED:
         return
     fewer = (Argument("steps"), " or ", Argument("columns")) if shown > SHOWN else (Argument("steps"),)

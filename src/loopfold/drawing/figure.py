@@ -219,6 +219,8 @@ def _runs(formula: re.Match[str]) -> str:
     """A formula, of which matplotlib places every letter by itself, as runs of letters that follow each other: a word
     stays one in any font, and what knows no places within a text shows it too."""
     placed = re.findall(r'<tspan x="([^"]*)" y="([^"]*)" style="([^"]*)">(.*?)</tspan>', formula[1])
+    if len(placed) != formula[1].count("<tspan"):  # written in some other way
+        return formula[0]
     runs: list[str] = []
     last: dict[tuple[str, str], tuple[int, float]] = {}  # at each height, in each style: the last run, and its end
     for x, y, style, letter in sorted(placed, key=lambda glyph: float(glyph[0])):

@@ -82,6 +82,8 @@ class ComplexNumbers:
 
     def _made(self, pair: Pair, blank: Tensor) -> Tensor:
         """A complex tensor that stands for a pair: both parts have its shape, and memory of their own."""
+        if not blank.is_complex():
+            raise Refusal("it takes complex numbers for real ones. Use torch.view_as_real(z).")
         real = blank.dtype.to_real()
 
         def part(value: Any) -> Tensor:
@@ -295,6 +297,7 @@ def _number(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair
 def _both(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What moves numbers, or adds them up, does so to both parts."""
     alone = sum(isinstance(a, Tensor) and a.is_complex() for a in args) == 1
+    kwargs = {k: v.to_real() if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
 
     def parts(a: Any) -> Any:
         if isinstance(a, Tensor) and a.is_floating_point():  # a real one, put among complex ones
@@ -340,6 +343,8 @@ def _where(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
 @rule("masked_fill")
 def _masked_fill(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
     z, mask, value = args
+    if isinstance(value, Tensor):
+        return _where(c, aten.where.self, (mask, value, z), {})
     pairs = zip(c.tensors(z), (value.real, value.imag), strict=True)
     return Pair(*(c.take(aten.masked_fill.Scalar, part, mask, number) for part, number in pairs))
 
@@ -400,14 +405,15 @@ def _lerp(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
 @rule("pow")
 def _pow(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
     z, exponent = args
-    if not (isinstance(exponent, int) and 2 <= exponent <= 8 and isinstance(z, Tensor)):
+    if not (isinstance(exponent, int | float) and abs(exponent) in range(1, 9) and isinstance(z, Tensor)):
         raise Refusal(
-            "aten.pow of complex numbers has a kernel for exponents 2 to 8. Use torch.polar(r ** p, p * angle)."
+            "aten.pow of complex numbers has a kernel for exponents 1 to 8 and -1 to -8. "
+            "Use torch.polar(r ** p, p * angle)."
         )
     power = first = c.pair(z)
-    for _ in range(exponent - 1):
+    for _ in range(int(abs(exponent)) - 1):
         power = c.product(c.mul, power, first)
-    return power
+    return power if exponent > 0 else c.quotient(Pair(1.0, None), power)
 
 
 @rule("_conj", "conj_physical", "_conj_physical")
@@ -436,6 +442,12 @@ def _sgn(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
 @rule("mm", "bmm", "mv", "dot")
 def _matmul(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
     return c.product(_times(c, func), *map(c.pair, args))
+
+
+@rule("vdot")
+def _vdot(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Pair:
+    a, b = map(c.pair, args)
+    return c.product(_times(c, aten.dot.default), Pair(a.re, c.neg(a.im)), b)
 
 
 @rule("addmm", "addmv", "baddbmm")
