@@ -482,6 +482,9 @@ def test_a_complex_state_is_not_stored_in_an_exported_program() -> None:
 
 
 def test_numbers_taken_for_others_are_refused() -> None:
-    f, x = Given(lambda z, x, f: z * 0.5 + z.view(torch.float64)[:, :4] + x), torch.randn(6, 3, 4)
-    with pytest.raises(ValueError, match="it takes complex numbers for real ones. Use torch.view_as_real"):
-        lf.unfold(f, x, engine=lf.FusedCPU())
+    for function in (
+        lambda z, x, f: z * 0.5 + z.view(torch.float64)[:, :4] + x,
+        lambda z, x, f: z * 0.5 + x.view(torch.complex128).sum(1, True),
+    ):
+        with pytest.raises(ValueError, match="it takes complex numbers for real ones, or real for complex. Use torch"):
+            lf.unfold(Given(function), torch.randn(6, 3, 4), engine=lf.FusedCPU())

@@ -43,6 +43,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return known
 
 
+_TAKEN = "it takes complex numbers for real ones, or real for complex. Use torch.view_as_real or view_as_complex."
+
+
 class ComplexNumbers:
     """The complex tensors of a step, and the operations on them; `take` runs a real one and writes it down."""
 
@@ -70,6 +73,8 @@ class ComplexNumbers:
         op = op_name(func)
         if func._schema.is_mutable:
             raise Refusal(f"it updates complex numbers in place (aten.{op}). Make a new tensor: z = z * w, not z *= w.")
+        if func is aten.view.dtype:
+            raise Refusal(_TAKEN)
         if op not in RULES:
             raise Refusal(f"aten.{op} of complex numbers has no kernel.")
         found = RULES[op](self, func, args, kwargs)
@@ -83,7 +88,7 @@ class ComplexNumbers:
     def _made(self, pair: Pair, blank: Tensor) -> Tensor:
         """A complex tensor that stands for a pair: both parts have its shape, and memory of their own."""
         if not blank.is_complex():
-            raise Refusal("it takes complex numbers for real ones. Use torch.view_as_real(z).")
+            raise Refusal(_TAKEN)
         real = blank.dtype.to_real()
 
         def part(value: Any) -> Tensor:
