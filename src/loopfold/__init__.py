@@ -13,10 +13,10 @@ The modules in the order in which data flows; each imports only from those above
     products         large products of matrices on a CPU, by the faster library
     states           the state as a tree of tensors, and the zeros that a step starts from
     transitions      one step f(state, x) -> state, knows nothing of time: Elman, LSTM, GRU, …
-    stepgraph        the step as data: graph; surrogate, pick, complex_numbers, recorder, functions, trace; aten (what
-                     is known of torch's operations), moves (where they put numbers); ops and loop (the loop's own
-                     language), settled (one graph for all steps), recipes, rules (from one to the other), rowwise,
-                     dependence, split, sums, hoist, differentiate, verify, stored (a graph as text)
+    stepgraph        the step as data: graph; surrogate, pick, complex_numbers, complex_rules, recorder, functions,
+                     trace; aten (what is known of torch's operations), moves (where they put numbers); ops and loop
+                     (the loop's own language), settled (one graph for all steps), recipes, rules (from one to the
+                     other), rowwise, dependence, split, sums, hoist, differentiate, verify, stored (a graph as text)
     engines          the ways to run it: base, sequential; backwards, draws, selfcheck, programs, kernel, writing, cache
                      (what the next share); cuda_plan, cuda_values, cuda_products, cuda (CUDA code), driver; replay,
                      compiled; looped; plan, vectors, picking, rows, turned, native (machine code), fused_cpu, stepped;

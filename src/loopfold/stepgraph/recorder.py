@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from loopfold.stepgraph.aten import op_name
 from loopfold.stepgraph.complex_numbers import ComplexNumbers
+from loopfold.stepgraph.complex_rules import RULES
 from loopfold.stepgraph.graph import Node, Refusal
 from loopfold.stepgraph.pick import PICK
 from loopfold.stepgraph.surrogate import SURROGATE
@@ -78,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self.plain: set[Node] = set()  # what no gradient goes through: random numbers, and what is made of them alone
         self.settled: set[Node] = set()  # what was updated without gradients, and has the gradient that torch gives it
         self.own_gradient = False  # inside an autograd.Function
-        self.complex = ComplexNumbers(self.take) if real else None
+        self.complex = ComplexNumbers(self.take, RULES) if real else None
 
     def leaf(self, op: str, name: str, tensor: Tensor) -> dict[str, Node]:
         """What stands for a tensor that the step is given, by its name: a node, or two for complex numbers."""
