@@ -90,6 +90,25 @@ def test_ties_and_what_is_not_a_number_are_chosen_as_torch_does(engine: lf.Engin
         assert found.equal(torch.stack([rows.argmax(-1), rows.argmin(-1)], -1))
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.table[h[:, 0].long().clamp(0, 3)] + x
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+def test_what_is_not_a_number_is_an_index_that_lies_within(engine: lf.Engine) -> None:
+    """Which one, C++ leaves open."""
+    x = torch.randn(4, 2, 5, dtype=torch.float64)
+    step, state = Rows(), torch.tensor([nan, 2.0], dtype=torch.float64)[:, None].repeat(1, 5)
+    found = lf.unfold(step, x, state=state, engine=engine).states[0] - x[0]
+    assert any(found[0].equal(row + x[0, 0] - x[0, 0]) for row in step.table)
+    torch.testing.assert_close(found[1], step.table[2])
+
+
 def test_an_index_that_may_be_anything_is_refused_in_words() -> None:
     step = Chooses(lambda v, E: E(v.long()).sum(1), 5)
     x = torch.randn(6, 2, 5)

@@ -199,6 +199,121 @@ def test_no_number_is_no_reason_for_distrust(f: Callable[[Tensor], Tensor], engi
         lf.unfold(Pair(lambda a, c: f(a + c)), state=state, steps=1, engine=engine).states[0].sum().backward()
 
 
+AT_ZERO: dict[str, Of] = {  # where nothing comes back, or all that there is
+    "xlogy": lambda a, c: torch.where(c > 0, torch.xlogy(a, c), 0.0),
+    "xlog1py": lambda a, c: torch.where(c > 0, torch.special.xlog1py(a, c - 1), 0.0),
+    "maximum": lambda a, c: torch.maximum(a, c).abs().sqrt(),
+    "minimum": lambda a, c: torch.minimum(a, c).abs().sqrt(),
+    "the sign of zero": lambda a, c: 1 / torch.relu(a * 0) + c,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_what_does_not_come_back_meets_no_infinite_slope(name: str, engine: lf.Engine) -> None:
+    edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0], dtype=torch.float64)
+
+    def found(engine: lf.Engine) -> list[Tensor]:
+        state = edges.repeat(5, 1).requires_grad_(), edges[:, None].repeat(1, 5).requires_grad_()
+        y = lf.unfold(Pair(AT_ZERO[name]), state=state, steps=1, engine=engine).states[0]
+        return [y.detach(), *torch.autograd.grad(y.sum(), state)]
+
+    ours, theirs = found(engine), found(lf.Sequential())
+    torch.testing.assert_close(ours[:2], theirs[:2], equal_nan=True)
+    if not name.startswith("xlog"):  # by c, torch's own is no number there
+        torch.testing.assert_close(ours[2], theirs[2], equal_nan=True)
+
+
+class Masked(nn.Module):
+    """A value is compared with one that was chosen from it: on the way back both must be the same bits."""
+
+    def __init__(self, f: Of) -> None:
+        super().__init__()
+        self.f, self.W = f, nn.Parameter(torch.randn(5, 5, dtype=torch.float64) / 5**0.5)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.f(h @ self.W + x, -h))
+
+
+COMPARED: dict[str, Of] = {
+    "the two largest": lambda a, c: torch.where(a > torch.sort(a, stable=True, descending=True)[0][:, 2:3], a, c),
+    "the largest": lambda a, c: torch.where(a >= a.max(-1, True)[0], a, c),
+    "the largest product": lambda a, c: torch.where(a * c >= (a * c).amax(-1, True), a, c),
+    "one at a place": lambda a, c: torch.where(a >= a.gather(1, c.argmax(-1, True)), a, c),
+    "the largest of two rows": lambda a, c: torch.stack([a, c], 1).amax((1, 2))[:, None] * a,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_is_compared_with_a_choice_is_the_same_on_the_way_back(name: str, engine: lf.Engine) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        step, x = Masked(COMPARED[name]), torch.randn(4, 3, 5, dtype=torch.float64)
+        found = []
+        for each in (engine, lf.Sequential()):
+            given = x.clone().requires_grad_()
+            start = torch.full((3, 5), 0.1, dtype=torch.float64)
+            lf.unfold(step, given, state=start, engine=each).states.sum().backward()
+            assert given.grad is not None
+            found.append(given.grad)
+        torch.testing.assert_close(*found)
+
+
+class OfBoth(nn.Module):
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.f(h, x)
+
+
+OF_TRUTHS: dict[str, Of] = {
+    "cumsum": lambda a, c: (a > 0).cumsum(-1, dtype=a.dtype) * c,
+    "cumprod": lambda a, c: (a > -1).cumprod(-1, dtype=a.dtype) * c,
+    "prod": lambda a, c: (a > -1).prod(-1, True, dtype=a.dtype) * c,
+    "mean": lambda a, c: (a > 0).mean(-1, True, dtype=a.dtype) * c,
+    "order": lambda a, c: c.gather(1, torch.sort(a > 0, dim=-1, stable=True)[1]) + a,
+    "in order": lambda a, c: torch.where(torch.sort(a > 0, dim=-1, stable=True)[0], a, c),
+    "a place times a number": lambda a, c: 0.1 * a.argmax(-1, keepdim=True) + c,
+}
+OUTSIDE: dict[str, Any] = {  # indices that do not hang on the state
+    "argmax": lambda h, x: h.gather(1, x.argmax(-1, True)) + x,
+    "argmax, bounded": lambda h, x: h.gather(1, x.argmax(-1, True).clamp(0, 4)) + x,
+    "an order": lambda h, x: h.gather(1, torch.sort(x, stable=True)[1]) * 0.9 + x,
+    "remainders": lambda h, x: h.gather(1, (3 * x).long() % 5) * 0.9 + x,
+    "take_along_dim": lambda h, x: h.take_along_dim(x.argmax(-1, True), -1) + x,
+    "scatter": lambda h, x: h.scatter(1, x.argmax(-1, True), 0.5) * 0.9 + x,
+    "moved": lambda h, x: h.gather(1, torch.sort(x, stable=True)[1].flip(1).clamp(1, 3)) * 0.9 + x,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("name", [*OF_TRUTHS, *OUTSIDE])
+def test_truth_values_and_indices_of_x(name: str, engine: lf.Engine) -> None:
+    torch.manual_seed(0)
+    f = OfBoth(OUTSIDE[name] if name in OUTSIDE else lambda h, x: OF_TRUTHS[name](h, x).tanh())
+    x = torch.randn(6, 3, 5, dtype=torch.float64)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = []
+        for each in (engine, lf.Sequential()):
+            given = x.clone().requires_grad_()
+            states = lf.unfold(f, given, state=torch.ones(3, 5).cumsum(1), engine=each).states
+            states.square().sum().backward()
+            found.append((states.detach(), given.grad))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*found)
+
+
+def test_a_product_of_many_is_left_to_torch() -> None:
+    step, x = OfBoth(lambda h, x: h.cumprod(1) + x), torch.randn(4, 3, 33)
+    with pytest.raises(ValueError, match="aten.cumprod over 33 features is too large for a kernel"):
+        lf.unfold(step, x, state=torch.zeros(3, 33), engine=lf.FusedCPU())
+
+
 # ------------------------------------------------------------------ with tables, and refusals
 
 

@@ -169,12 +169,13 @@ class _Function:
 
         now = {**names, **{v: f"{names[v]}_t" for v in by_step}}
         step = [f"{now[v]} = {names[v]}_s[t]" for v in by_step]
-        fused = _fused_products(self.loop)
+        # the way back computes again from a product that it keeps, so what is added to it here must be the same bits
+        fused = {v: product for v, product in _fused_products(self.loop).items() if product not in stored}
         for v in self.loop:
             target = f"{names[v]}_o[t]" if v in stored and not masked else None
             if v in self.row_of:
                 step += [f"{target}.copy_({names[v]})"] if target else []
-            elif v in stored or v not in fused.values():
+            elif v not in fused.values():
                 step.append(f"{names[v]} = {self._expression(v, now, '(B,)', target, fused.get(v))}")
         for v in stored if masked else ():
             kept = f"logical_and(alive[t], {names[v]}" if v.is_bool else f"where(alive[t], {names[v]}, zero"
@@ -238,7 +239,8 @@ class _Function:
         if v.op == "matmul":
             return f"torch.matmul({names[v.args[0]]}, {self._matrix(v)}{into})"
         if v.op == "row":
-            rows = f"torch.nn.functional.embedding({names[v.args[0]]}.long(), {self._matrix(v)}).flatten(-2)"
+            at = f"{names[v.args[0]]}.nan_to_num().long()"  # which of NaN is no row
+            rows = f"torch.nn.functional.embedding({at}, {self._matrix(v)}).flatten(-2)"
             return f"{target}.copy_({rows})" if target else rows
         if v.op == "cat":
             parts = [f"like.new_full((*{lead}, 1), {a.index!r})" if a.op == "number" else names[a] for a in v.args]

@@ -312,7 +312,7 @@ LLVM: dict[str, Callable[..., Any]] = {
     "neg": lambda w, p: w.b.fneg(p),
     "abs": lambda w, p: w._call("fabs", p),
     "sign": Vectors._sign,
-    "relu": lambda w, p: w.b.select(w.b.fcmp_ordered("<=", p, w._splat(0.0)), w._splat(0.0), p),
+    "relu": lambda w, p: w.b.select(w.b.fcmp_ordered("<", p, w._splat(0.0)), w._splat(0.0), p),
     "tanh": Vectors._tanh,
     "sigmoid": Vectors._sigmoid,
     "exp": Vectors._exp,

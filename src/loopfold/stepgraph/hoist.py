@@ -200,7 +200,8 @@ class _Hoist:
         if not fits and not (choice and node.dtype in INDICES):
             raise Refusal(f"aten.{node.op} gives {node.dtype} where the state is {self.dtype}.")
         whole = bool(node.inputs()) and all(_is_whole(n) for n in node.inputs())
-        if whole and not (choice and all(self.depends[n] == "state" or self._counts(n) for n in node.inputs())):
+        known = all(self.depends[n] == "state" or self._counts(n) for n in node.inputs())
+        if whole and not (known and (choice or node.dtype == self.dtype)):
             raise Refusal(f"aten.{node.op} computes with whole numbers in the loop.")
 
     def _counts(self, node: Node) -> bool:

@@ -95,6 +95,10 @@ def take(row: torch.Tensor, positions: tuple[int, ...]) -> torch.Tensor:
 # ------------------------------------------------------------------ gradients of more than a line
 
 
+def _given(b: Builder, y: Value, g: Value, w: Value) -> Value:
+    return b.where(b.make("eq", g, b.number(0)), 0, b.mul(g, w)) if y.index else b.mul(g, w)
+
+
 def _quotient(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
     return b.div(g, c), b.make("neg", b.mul(g, b.div(y, c)))
 
@@ -104,16 +108,16 @@ def _either(b: Builder, y: Value, g: Value, c: Value, p: Value, q: Value) -> tup
 
 
 def _greater(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
-    return b.mul(g, _share(b, "lt", a, c)), b.mul(g, _share(b, "lt", c, a))
+    return _share(b, g, "lt", a, c), _share(b, g, "lt", c, a)
 
 
 def _lesser(b: Builder, y: Value, g: Value, a: Value, c: Value) -> tuple[Value, Value]:
-    return b.mul(g, _share(b, "gt", a, c)), b.mul(g, _share(b, "gt", c, a))
+    return _share(b, g, "gt", a, c), _share(b, g, "gt", c, a)
 
 
-def _share(b: Builder, worse: str, a: Value, other: Value) -> Value:
-    """1 where `a` is the one chosen, ½ where both are, else 0; as torch has it, 1 beside what is no number."""
-    return b.where(b.make(worse, a, other), 0, b.where(b.make("eq", a, other), 0.5, 1))
+def _share(b: Builder, g: Value, worse: str, a: Value, other: Value) -> Value:
+    """All of g where `a` is the one chosen, ½ where both are, else 0; as torch has it, all beside what is no number."""
+    return b.where(b.make(worse, a, other), 0, b.where(b.make("eq", a, other), b.mul(g, 0.5), g))
 
 
 def _put(b: Builder, y: Value, g: Value, a: Value) -> tuple[Value]:
@@ -305,11 +309,11 @@ _TABLE = (
         )
     ),
     _function("detach", lambda b, y, g, a: None, _CHEAP, "{0}", "{0}.detach()"),
-    _several(  # the value of the first, and a gradient that is given
+    _several(  # the value of the first, and a gradient that is given; with an index, none where none comes back
         "surrogate",
         3,
         "(torch.ops.loopfold.surrogate({0}, {1}, {2}))",
-        lambda b, y, g, a, c, w: (g, b.mul(g, w), None),
+        lambda b, y, g, a, c, w: (g, _given(b, y, g, w), None),
         _CHEAP,
         "{0}",
     ),

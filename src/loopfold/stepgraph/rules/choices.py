@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from loopfold.stepgraph.aten import no_kernel
+from loopfold.stepgraph.aten import MOVING, no_kernel
 from loopfold.stepgraph.graph import Node, Refusal, batch_at, sizes_of
 from loopfold.stepgraph.loop import Value
 from loopfold.stepgraph.moves import size_of
@@ -17,6 +17,7 @@ from loopfold.stepgraph.recipes import Recipe
 from loopfold.stepgraph.rules.dimensions import along, check_exact, counted, exact_up_to, fold, places_of, spread
 from loopfold.stepgraph.rules.products import MOST_TERMS
 from loopfold.stepgraph.rules.registry import rule
+from loopfold.surroundings import INDICES
 
 
 @rule("argmax", "argmin")
@@ -66,7 +67,7 @@ def _scatter(hoist: Any, node: Node, v: Value, dim: int, at: Value, new: Any, *r
 @rule("sort")
 def _sort(hoist: Any, node: Node, v: Value, *rest: Any, **options: Any) -> list[Value]:
     """Each number goes where as many stand before it as are smaller, or as large and earlier; NaN is the largest."""
-    b, dim = hoist.builder, node.argument("dim")
+    b, v, dim = hoist.builder, hoist.row(v), node.argument("dim")
     rows = places_of(node.args[0].shape).movedim(dim, -1)
     n = rows.shape[-1]
     _check_terms(node, rows.numel() * n)
@@ -89,7 +90,8 @@ def _sort(hoist: Any, node: Node, v: Value, *rest: Any, **options: Any) -> list[
     sums = [
         b.make("sum", b.where(hit, b.take(*of), 0), width=rows.numel()) for of in ((v, _flat(other)), (row, places))
     ]
-    return [_laid(hoist, found, rows.shape, dim) for found in (sums[0], counted(hoist, node, sums[1], n))]
+    numbers, order = [_laid(hoist, found, rows.shape, dim) for found in (sums[0], counted(hoist, node, sums[1], n))]
+    return [hoist.condition(numbers) if node.args[0].dtype == torch.bool else numbers, order]
 
 
 @rule("bucketize", "searchsorted")
@@ -149,8 +151,8 @@ def _checked(hoist: Any, node: Node, dim: int, at: Any) -> int:
     shape, index = node.args[0].shape, node.args[2].shape
     if not isinstance(at, Value) or index != (*shape[: dim % len(shape)], index[dim], *shape[dim % len(shape) + 1 :]):
         raise Refusal(f"aten.{node.op} has a kernel for indices of the shape of what they index but for one dimension.")
-    low, high = bounds_of(hoist, at)
-    if not (low >= 0 and high < shape[dim]):
+    (low, high), (least, most) = bounds_of(hoist, at), _bounds_outside(node.args[2])
+    if not (max(low, least) >= 0 and min(high, most) < shape[dim]):
         raise Refusal(f"an index into {shape[dim]} numbers may be any. Bound it: index.clamp(0, {shape[dim] - 1}).")
     return index[dim]
 
@@ -183,8 +185,8 @@ def _row(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
     if table.dtype != hoist.dtype:
         raise Refusal(f"{table.name} is {table.dtype} where the state is {hoist.dtype}.")
     index = hoist.row(hoist.argument(at))
-    low, high = bounds_of(hoist, index)
-    if not (low >= 0 and high < k <= exact_up_to(hoist.dtype)):
+    (low, high), (least, most) = bounds_of(hoist, index), _bounds_outside(at)
+    if not (max(low, least) >= 0 and min(high, most) < k <= exact_up_to(hoist.dtype)):
         raise Refusal(
             f"an index into the {k} rows of {table.name} may be any number. Bound it: index.clamp(0, {k - 1})."
         )
@@ -209,6 +211,28 @@ def bounds_of(hoist: Any, v: Value) -> tuple[float, float]:
         if c.op in ("lt", "gt") and c.args == (no, yes):  # as `clamp` is written
             low, high = (max(low, limit[0]), high) if c.op == "lt" else (low, min(high, limit[1]))
         return _both([(low, high), limit])
+    return -math.inf, math.inf
+
+
+def _bounds_outside(node: Node) -> tuple[float, float]:
+    """The same of whole numbers that are computed outside of the loop, as their node says it."""
+    if node.dtype not in INDICES:
+        return -math.inf, math.inf
+    source = node.args[0] if node.args else None
+    chooses = source if node.op == "getitem" and node.args[1] == 1 else node
+    if isinstance(chooses, Node) and chooses.op in ("argmax", "argmin", "sort", "max", "min"):
+        dim, shape = chooses.argument("dim"), chooses.args[0].shape
+        if dim is not None and isinstance(shape[dim], int):
+            return 0, shape[dim] - 1
+    if node.op == "remainder" and isinstance(node.args[1], int) and node.args[1] > 0:
+        return 0, node.args[1] - 1
+    if node.op in ("clamp", "clamp_min", "clamp_max"):
+        (low, high), least, most = _bounds_outside(node.args[0]), node.argument("min"), node.argument("max")
+        if not isinstance(least, Node) and not isinstance(most, Node):
+            low, high = (low, high) if least is None else (max(low, least), max(high, least))
+            return (low, high) if most is None else (min(low, most), min(high, most))
+    if node.op in ("clone", "alias", "detach", "_to_copy") or (node.op in MOVING and node.op != "constant_pad_nd"):
+        return _both([(0, 0), *map(_bounds_outside, node.inputs())])  # 0 is put where there is nothing to move
     return -math.inf, math.inf
 
 

@@ -112,12 +112,12 @@ def _truths(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = F
 
 @rule("prod")
 def _prod(hoist: Any, node: Node, v: Value, dim: Any, keepdim: bool = False, **options: Any) -> Value:
-    return fold(hoist, "prod", v, node.args[0].shape, dim)
+    return fold(hoist, "prod", hoist.row(v), node.args[0].shape, dim)
 
 
 @rule("mean")
 def _mean(hoist: Any, node: Node, v: Value, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
-    return _mean_of(hoist, v, node.args[0].shape, dim)
+    return _mean_of(hoist, hoist.row(v), node.args[0].shape, dim)
 
 
 @rule("_softmax")
@@ -246,12 +246,15 @@ def _spread(
     return [found, mean] if node.op.endswith("_mean") else found
 
 
+MOST_FACTORS = 32  # of more, whose products are all computed one by one, torch's own loop is faster
+
+
 @rule("cumsum", "cumprod")
 def _cumulated(hoist: Any, node: Node, v: Value, dim: int, **options: Any) -> Value:
     """The sum, or the product, of all places up to each."""
-    b, places = hoist.builder, places_of(node.shape).movedim(dim, -1)
+    b, v, places = hoist.builder, hoist.row(v), places_of(node.shape).movedim(dim, -1)
     n = places.shape[-1]
-    if places.numel() * n > MOST_TERMS:
+    if places.numel() * n > MOST_TERMS or (node.op == "cumprod" and n > MOST_FACTORS):
         raise Refusal(f"aten.{node.op} over {n} features is too large for a kernel.")
     upto = torch.ones(n, n, dtype=torch.bool).tril()
     fold_by, beyond, row = ("sum", -1, v) if node.op == "cumsum" else ("prod", v.width, b.cat([v, b.number(1)]))

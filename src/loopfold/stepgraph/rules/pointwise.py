@@ -373,7 +373,8 @@ def _xlogy(hoist: Any, node: Node, a: Any, c: Any) -> Value:
     zero, of_c = b.make("eq", a, b.number(0)), b.make(log, c)
     y = b.where(b.make("and", zero, b.make("eq", c, c)), 0, b.mul(a, of_c))
     slope = b.where(b.make("and", zero, b.make("le", c, b.number(start))), 0, of_c)
-    return _with_factors(b, y, (a, slope), (c, b.div(a, b.sub(c, start) if start else c)))
+    found = _with_factors(b, y, (c, b.div(a, b.sub(c, start) if start else c)))
+    return found if a.op == "number" else b.make("surrogate", found, a, b.expand(slope, y.width), index=True)
 
 
 @rule("special_entr")
