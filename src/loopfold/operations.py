@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from loopfold.engines.base import EngineWarning
 from loopfold.engines.programs import program_of
-from loopfold.states import State, all_leaves, leaves, name_of, parted, rebuild
+from loopfold.states import State, all_leaves, has_a_gradient, leaves, name_of, parted, rebuild
 from loopfold.stepgraph.graph import Refusal, StepGraph, sizes_of
 from loopfold.stepgraph.stored import StoredStep, from_text, to_text
 from loopfold.transitions import initial_state, own_start
@@ -142,7 +142,7 @@ def _stored(layer: Layer, x: Tensor, state: State | None, cast: str) -> tuple[st
 def _like(tensor: Tensor, turn: int) -> Tensor:
     """A tensor like one that has no numbers, with such as it may have."""
     sizes: Any = {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
-    if not tensor.is_floating_point() and not tensor.is_complex():
+    if not has_a_gradient(tensor):
         return torch.full(fill_value=turn, **sizes)
     made = torch.rand(**sizes, generator=torch.Generator(tensor.device).manual_seed(turn))
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

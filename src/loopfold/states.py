@@ -290,15 +290,13 @@ def trials(
     given_context = None if context is None else _blank(context)
     found: list[Trial] = []
     first: Exception | None = None
+    structures, dtypes = _possible_structures(f), [like.dtype]
+    if any(t.is_complex() for t in _tensors_of(f)):
+        dtypes.append(like.dtype.to_complex())
     for given in inputs:
-        groups = [
-            {n: partial(build, like.new_zeros(TRIAL_BATCH, n, dtype=dtype)) for n in sorted(_sizes(f, given, context))}
-            for dtype in (
-                like.dtype,
-                *([like.dtype.to_complex()] if any(t.is_complex() for t in _tensors_of(f)) else []),
-            )
-            for build in _possible_structures(f)
-        ]
+        sizes = sorted(_sizes(f, given, context))
+        zeros = [{n: like.new_zeros(TRIAL_BATCH, n, dtype=dtype) for n in sizes} for dtype in dtypes]
+        groups = [{n: partial(build, leaf) for n, leaf in of.items()} for of in zeros for build in structures]
         fits: list[Trial] = []
         with_output: list[Trial] = []
         for structure, group in enumerate([{0: partial(start, TRIAL_BATCH)}] if start else groups):

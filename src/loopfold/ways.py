@@ -103,9 +103,7 @@ class DynamicEvaluation(Way):
             raise ValueError(f"rms must be positive finite numbers; their mean is {mean}.")
         steps = [self.rate / (r + mean) for r in rms]
         pulls = [(r * (self.decay / mean)).clamp(max=1) for r in rms]
-        return [s.to(p) for s, p in zip(steps, trained, strict=True)], [
-            s.to(p) for s, p in zip(pulls, trained, strict=True)
-        ]
+        return _like(trained, steps), _like(trained, pulls)
 
     @staticmethod
     def tuned(
@@ -135,6 +133,11 @@ class DynamicEvaluation(Way):
         if decay is None:
             best = _lowest([replace(best, decay=d) for d in DECAYS], best, loss)
         return best
+
+
+def _like(parameters: list[Tensor], sizes: list[Tensor]) -> list[Tensor]:
+    """Sizes in the dtype, and on the device, of what they are for."""
+    return [size.to(p) for size, p in zip(sizes, parameters, strict=True)]
 
 
 RATES = [1e-4 * 2.0**k for k in range(-10, 21)]

@@ -9,7 +9,7 @@ from loopfold.drawing.figure import Drawing
 from loopfold.drawing.networks import circuit as circuit_of
 from loopfold.drawing.networks import wiring_of
 from loopfold.drawing.paint import paint
-from loopfold.drawing.picture import COLUMNS, circuit_scene, unfolded_scene
+from loopfold.drawing.picture import COLUMNS, circuit_scene, how_many_shown, unfolded_scene
 from loopfold.drawing.unfolded import Gradients, Unfolded
 from loopfold.errors import Argument, OptionError
 from loopfold.feeding import Feeding
@@ -78,7 +78,7 @@ SHOWN, FOLLOWED = 20_000, 10_000_000  # arrows of a picture at most, and of the 
 def _check_size(circuit: Circuit, steps: int | tuple[int, ...] | None, columns: int) -> None:
     """Refuse a picture that would take much longer than minutes, before it is begun."""
     arrows, tau = len(circuit.edges), 1 if steps is None else max(steps) if isinstance(steps, tuple) else steps
-    shown = arrows * (tau if tau <= max(columns, 6) else 5)
+    shown = arrows * how_many_shown(tau, columns)
     if shown <= SHOWN and arrows * tau <= FOLLOWED:
         return
     fewer = (Argument("steps"), " or ", Argument("columns")) if shown > SHOWN else (Argument("steps"),)

@@ -46,8 +46,9 @@ class _Columns:
         self.circuit = circuit
         self.taus = taus
         self.orders = [_shown(tau, most) for tau in taus]
-        self.across = [label_size(e.parameters, e.note, e.product)[0] for e in circuit.edges if e.lag != 0]
-        gap = max([gap, *(2 * half + 0.45 for half in self.across)])  # a label fits between two columns
+        across = [label_size(e.parameters, e.note, e.product)[0] for e in circuit.edges if e.lag != 0]
+        self.room = max((2 * half + 0.45 for half in across), default=0.0)  # for a label between two columns
+        gap = max(gap, self.room)
         self.blocks = blocks(circuit, _size)
         self.left: dict[int, float] = {}  # of a block, relative to its own zero
         self.right: dict[int, float] = {}
@@ -195,7 +196,7 @@ def _delay(
         return enter, ((lane, shapes[source].spot.y), (lane, enter[1]))
     height, targets = shapes[source].spot.y, loops[key].targets
     y = (height + sum(shapes[v].spot.y for v in targets) / len(targets)) / 2
-    away = max([0.62, *(2 * half + 0.45 for half in columns.across)])
+    away = max(0.62, columns.room)
     beside = x + (columns.left[source.phase] - away if lag > 0 else columns.right[source.phase] + away)
     if around := loops[key].around:
         lane = beside - math.copysign(0.3 + 2 * _LANE * around, lag)
@@ -256,8 +257,13 @@ def _counted(unfolded: Unfolded) -> str:
     return " and ".join(f"{tau} step{'s' if tau > 1 else ''}" for tau in dict.fromkeys(taus))
 
 
+def how_many_shown(tau: int, most: int) -> int:
+    """Of τ steps all, or some of the first and the last, where more than `most` would stand there."""
+    return tau if tau <= max(most, _FIRST + 1 + _LAST) else _FIRST + _LAST  # dots for one step would save nothing
+
+
 def _shown(tau: int, most: int) -> list[int]:
-    if tau <= max(most, _FIRST + 1 + _LAST):  # dots in the place of one step would save nothing
+    if how_many_shown(tau, most) == tau:
         return list(range(1, tau + 1))
     return [*range(1, _FIRST + 1), 0, *range(tau - _LAST + 1, tau + 1)]
 

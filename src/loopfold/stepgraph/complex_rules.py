@@ -141,12 +141,9 @@ def _both(c: ComplexNumbers, func: OpOverload, args: Any, kwargs: Any) -> Any:
     return [Pair(p, None if im is None else im[i]) for i, p in enumerate(re)]
 
 
-_MOVING = {*MOVING, "clone", "alias", "detach", "index", "index_select", "gather", "embedding"} - {
-    "cat",
-    "stack",
-    "select",
-}
-RULES.update(dict.fromkeys((*_MOVING, "neg", "sum", "mean", "cumsum"), _both))
+_OWN = {"cat", "stack", "select", "constant_pad_nd"}  # rules of their own
+_ALIKE = {*MOVING, "clone", "alias", "detach", "index", "index_select", "gather", "embedding"} - _OWN
+RULES.update(dict.fromkeys((*_ALIKE, "neg", "sum", "mean", "cumsum"), _both))
 
 
 @rule("cat", "stack")

@@ -78,7 +78,12 @@ def broadcast(shape: tuple[Any, ...], to: tuple[Any, ...]) -> Positions:
 def places_in(node: Node) -> Positions:
     """Where the numbers of what moves a tensor without a batch stand in that tensor."""
     (source,) = node.inputs()
-    return tuple(apply(node, {source: torch.arange(size_of(source.shape)).view(source.shape)}, 1).flatten().tolist())
+    return flat(apply(node, {source: torch.arange(size_of(source.shape)).view(source.shape)}, 1))
+
+
+def flat(places: torch.Tensor) -> Positions:
+    """Places in the order of a row."""
+    return tuple(places.flatten().tolist())
 
 
 def sources_of(node: Node) -> list[Node]:

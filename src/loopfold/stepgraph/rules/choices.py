@@ -12,9 +12,18 @@ import torch
 from loopfold.stepgraph.aten import MOVING, no_kernel
 from loopfold.stepgraph.graph import Node, Refusal, batch_at, sizes_of
 from loopfold.stepgraph.loop import Value
-from loopfold.stepgraph.moves import size_of
+from loopfold.stepgraph.moves import flat, size_of
 from loopfold.stepgraph.recipes import Recipe
-from loopfold.stepgraph.rules.dimensions import along, check_exact, counted, exact_up_to, fold, places_of, spread
+from loopfold.stepgraph.rules.dimensions import (
+    along,
+    check_exact,
+    counted,
+    exact_up_to,
+    fold,
+    laid,
+    places_of,
+    spread,
+)
 from loopfold.stepgraph.rules.products import MOST_TERMS
 from loopfold.stepgraph.rules.registry import rule
 from loopfold.surroundings import INDICES
@@ -60,7 +69,7 @@ def _scatter(hoist: Any, node: Node, v: Value, dim: int, at: Value, new: Any, *r
         new = spread(hoist, hoist.row(new), shape, dim)
     places, which, number = (t.mT for t in _pairs(node, dim, m))
     hit = b.where(_equal(hoist, node, at, which, number), 1, 0)
-    hit = hoist.condition(_laid(hoist, b.make("amax", hit, width=places[..., 0].numel()), places.shape[:-1], dim))
+    hit = hoist.condition(laid(hoist, b.make("amax", hit, width=places[..., 0].numel()), places.shape[:-1], dim))
     return b.where(hit, new, hoist.row(v))
 
 
@@ -73,24 +82,22 @@ def _sort(hoist: Any, node: Node, v: Value, *rest: Any, **options: Any) -> list[
     _check_terms(node, rows.numel() * n)
     full, number = (*rows.shape, n), torch.arange(n)
     one, other = rows.unsqueeze(-1).expand(full), rows.unsqueeze(-2).expand(full)
-    a, c = b.take(v, _flat(one)), b.take(v, _flat(other))
+    a, c = b.take(v, flat(one)), b.take(v, flat(other))
 
     def less(p: Value, q: Value) -> Value:
         no_number = b.make("and", b.make("ne", q, q), b.make("eq", p, p))
         return b.make("or", b.make("lt", p, q), no_number)
 
     first, later = (less(a, c), less(c, a)) if node.argument("descending") else (less(c, a), less(a, c))
-    row, places = _numbered(hoist, node, _flat(number.expand(full)))
-    of_one = b.take(row, _flat(number[:, None].expand(full)))
+    row, places = _numbered(hoist, node, flat(number.expand(full)))
+    of_one = b.take(row, flat(number[:, None].expand(full)))
     earlier = b.make("lt", b.take(row, places), of_one)
     first = b.make("or", first, b.make("and", b.make("not", later), earlier))
     rank = b.make("sum", b.where(first, 1, 0), width=rows.numel())  # in the order of `rows`
     in_order = torch.arange(rows.numel()).view(rows.shape).unsqueeze(-2).expand(full)
-    hit = b.make("eq", b.take(rank, _flat(in_order)), of_one)
-    sums = [
-        b.make("sum", b.where(hit, b.take(*of), 0), width=rows.numel()) for of in ((v, _flat(other)), (row, places))
-    ]
-    numbers, order = [_laid(hoist, found, rows.shape, dim) for found in (sums[0], counted(hoist, node, sums[1], n))]
+    hit = b.make("eq", b.take(rank, flat(in_order)), of_one)
+    sums = [b.make("sum", b.where(hit, b.take(*of), 0), width=rows.numel()) for of in ((v, flat(other)), (row, places))]
+    numbers, order = [laid(hoist, found, rows.shape, dim) for found in (sums[0], counted(hoist, node, sums[1], n))]
     return [hoist.condition(numbers) if node.args[0].dtype == torch.bool else numbers, order]
 
 
@@ -113,8 +120,8 @@ def _between(hoist: Any, node: Node, a: Any, c: Any, **options: Any) -> Value:
 def _gathered(hoist: Any, node: Node, v: Value, dim: int, at: Value, m: int) -> Value:
     """The numbers that stand at m places along a dimension."""
     b, (places, which, number) = hoist.builder, _pairs(node, dim, m)
-    terms = b.where(_equal(hoist, node, at, which, number), b.take(v, _flat(places)), 0)
-    return _laid(hoist, b.make("sum", terms, width=at.width), places.shape[:-1], dim)
+    terms = b.where(_equal(hoist, node, at, which, number), b.take(v, flat(places)), 0)
+    return laid(hoist, b.make("sum", terms, width=at.width), places.shape[:-1], dim)
 
 
 def _pairs(node: Node, dim: int, m: int) -> tuple[torch.Tensor, ...]:
@@ -130,13 +137,8 @@ def _pairs(node: Node, dim: int, m: int) -> tuple[torch.Tensor, ...]:
 
 
 def _equal(hoist: Any, node: Node, at: Value, which: torch.Tensor, number: torch.Tensor) -> Value:
-    row, places = _numbered(hoist, node, _flat(number))
-    return hoist.builder.make("eq", hoist.builder.take(at, _flat(which)), hoist.builder.take(row, places))
-
-
-def _laid(hoist: Any, v: Value, sizes: Any, dim: int) -> Value:
-    """A row whose last dimension is moved to `dim`."""
-    return hoist.builder.take(v, _flat(torch.arange(v.width).view(sizes).movedim(-1, dim)))
+    row, places = _numbered(hoist, node, flat(number))
+    return hoist.builder.make("eq", hoist.builder.take(at, flat(which)), hoist.builder.take(row, places))
 
 
 def _numbered(hoist: Any, node: Node, places: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
@@ -151,8 +153,7 @@ def _checked(hoist: Any, node: Node, dim: int, at: Any) -> int:
     shape, index = node.args[0].shape, node.args[2].shape
     if not isinstance(at, Value) or index != (*shape[: dim % len(shape)], index[dim], *shape[dim % len(shape) + 1 :]):
         raise Refusal(f"aten.{node.op} has a kernel for indices of the shape of what they index but for one dimension.")
-    (low, high), (least, most) = bounds_of(hoist, at), _bounds_outside(node.args[2])
-    if not (max(low, least) >= 0 and min(high, most) < shape[dim]):
+    if not _within(hoist, at, node.args[2], shape[dim]):
         raise Refusal(f"an index into {shape[dim]} numbers may be any. Bound it: index.clamp(0, {shape[dim] - 1}).")
     return index[dim]
 
@@ -160,10 +161,6 @@ def _checked(hoist: Any, node: Node, dim: int, at: Any) -> int:
 def _check_terms(node: Node, terms: int) -> None:
     if terms > MOST_TERMS:
         raise Refusal(f"aten.{node.op} of so many numbers is too large for a kernel: it takes {terms} comparisons.")
-
-
-def _flat(places: torch.Tensor) -> tuple[int, ...]:
-    return tuple(places.flatten().tolist())
 
 
 @rule("embedding", "index", "index_select")
@@ -185,14 +182,19 @@ def _row(hoist: Any, node: Node, *arguments: Any, **options: Any) -> Value:
     if table.dtype != hoist.dtype:
         raise Refusal(f"{table.name} is {table.dtype} where the state is {hoist.dtype}.")
     index = hoist.row(hoist.argument(at))
-    (low, high), (least, most) = bounds_of(hoist, index), _bounds_outside(at)
-    if not (max(low, least) >= 0 and min(high, most) < k <= exact_up_to(hoist.dtype)):
+    if not (_within(hoist, index, at, k) and k <= exact_up_to(hoist.dtype)):
         raise Refusal(
             f"an index into the {k} rows of {table.name} may be any number. Bound it: index.clamp(0, {k - 1})."
         )
     made = Recipe(lambda t: t.reshape(k, width).contiguous(), (table,))
     row = hoist.constant(made, k, ("table", table)).index
     return hoist.builder.make("row", index, width=size_of(node.shape), index=(row, k))
+
+
+def _within(hoist: Any, index: Value, node: Node, k: int) -> bool:
+    """Whether it is seen of all indices, by their value or by their node, that they are among the first k."""
+    (low, high), (least, most) = bounds_of(hoist, index), _bounds_outside(node)
+    return max(low, least) >= 0 and min(high, most) < k
 
 
 def bounds_of(hoist: Any, v: Value) -> tuple[float, float]:

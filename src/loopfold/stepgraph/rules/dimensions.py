@@ -7,7 +7,8 @@ import torch
 
 from loopfold.stepgraph.graph import BATCH, Node, Refusal, sizes_of
 from loopfold.stepgraph.loop import Value
-from loopfold.stepgraph.moves import size_of
+from loopfold.stepgraph.moves import flat, size_of
+from loopfold.stepgraph.ops import raised
 from loopfold.stepgraph.recipes import Recipe
 from loopfold.stepgraph.rules.products import MOST_TERMS
 from loopfold.stepgraph.rules.registry import rule
@@ -25,16 +26,16 @@ def fold(hoist: Any, op: str, v: Value, shape: tuple[Any, ...], dim: Any) -> Val
     """A reduction over dimensions of a value of such a shape."""
     dims, places = _dims(shape, dim), places_of(shape)
     kept = [d for d in range(len(shape)) if d not in dims]
-    last = places.permute(*kept, *dims).flatten()
+    last = places.permute(*kept, *dims)
     width = places.numel() // math.prod(places.shape[d] for d in dims)
-    return v if width == v.width else hoist.builder.make(op, hoist.builder.take(v, tuple(last.tolist())), width=width)
+    return v if width == v.width else hoist.builder.make(op, hoist.builder.take(v, flat(last)), width=width)
 
 
 def spread(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
     """What a reduction gave, at every place that it was made from."""
     dims, places = _dims(shape, dim), places_of(shape)
     sizes = [1 if d in dims else size for d, size in enumerate(places.shape)]
-    return hoist.builder.take(v, tuple(torch.arange(v.width).view(sizes).expand(places.shape).flatten().tolist()))
+    return hoist.builder.take(v, flat(torch.arange(v.width).view(sizes).expand(places.shape)))
 
 
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
@@ -53,13 +54,13 @@ def along(shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
     """For each number of a row of such a shape, where it stands along a dimension."""
     places = places_of(shape)
     n = places.shape[dim]
-    return tuple(
-        torch.arange(n)
-        .view([-1 if d == dim % len(shape) else 1 for d in range(len(shape))])
-        .expand(places.shape)
-        .flatten()
-        .tolist()
-    )
+    sizes = [-1 if d == dim % len(shape) else 1 for d in range(len(shape))]
+    return flat(torch.arange(n).view(sizes).expand(places.shape))
+
+
+def laid(hoist: Any, v: Value, sizes: Any, dim: int) -> Value:
+    """A row whose last dimension is moved to `dim`."""
+    return hoist.builder.take(v, flat(torch.arange(v.width).view(sizes).movedim(-1, dim)))
 
 
 def _mean_of(hoist: Any, v: Value, shape: tuple[Any, ...], dim: Any) -> Value:
@@ -173,7 +174,7 @@ def _rooted(b: Any, total: Value, p: float) -> Value:
     """The p-th root; as torch has it, no gradient at zero."""
     none = b.make("eq", total, b.number(0))
     some = b.where(none, 1, total)
-    return b.where(none, 0, b.make("sqrt", some) if p == 2 else b.make("pow", some, index=1 / p))
+    return b.where(none, 0, raised(b, some, 1 / p))
 
 
 @rule("native_layer_norm")
@@ -259,13 +260,12 @@ def _cumulated(hoist: Any, node: Node, v: Value, dim: int, **options: Any) -> Va
     upto = torch.ones(n, n, dtype=torch.bool).tril()
     fold_by, beyond, row = ("sum", -1, v) if node.op == "cumsum" else ("prod", v.width, b.cat([v, b.number(1)]))
     terms = torch.where(upto, places.unsqueeze(-2), beyond)
-    found = b.make(fold_by, b.take(row, tuple(terms.flatten().tolist())), width=v.width)
-    back = torch.arange(v.width).view(places.shape).movedim(-1, dim)
-    return b.take(found, tuple(back.flatten().tolist()))
+    found = b.make(fold_by, b.take(row, flat(terms)), width=v.width)
+    return laid(hoist, found, places.shape, dim)
 
 
 @rule("glu")
 def _glu(hoist: Any, node: Node, v: Value, dim: int = -1) -> Value:
     places = places_of(node.args[0].shape)
-    a, gate = (hoist.builder.take(v, tuple(half.flatten().tolist())) for half in places.chunk(2, dim))
+    a, gate = (hoist.builder.take(v, flat(half)) for half in places.chunk(2, dim))
     return hoist.builder.mul(a, hoist.builder.make("sigmoid", gate))

@@ -8,7 +8,7 @@ import torch
 
 from loopfold.stepgraph.graph import BATCH, Batch, Node, Refusal, sizes_of
 from loopfold.stepgraph.loop import Value
-from loopfold.stepgraph.moves import size_of
+from loopfold.stepgraph.moves import flat, size_of
 from loopfold.stepgraph.recipes import Matrix, Recipe
 from loopfold.stepgraph.rules.registry import rule
 
@@ -79,7 +79,7 @@ def _bilinear(hoist: Any, node: Node, a: Any, weight: Any, c: Any, *how: Any) ->
         raise Refusal(f"a bilinear product of {sizes[0]} and {sizes[1]} numbers is too large for a kernel.")
     m, places = hoist.builder, torch.arange(math.prod(sizes)).view(sizes)
     first, second = places // sizes[1], places % sizes[1]
-    rows = [m.take(hoist.row(v), tuple(at.flatten().tolist())) for v, at in ((a, first), (c, second))]
+    rows = [m.take(hoist.row(v), flat(at)) for v, at in ((a, first), (c, second))]
     return hoist.matmul(m.mul(*rows), Matrix(filters, (math.prod(sizes), node.shape[1]), (), True, _each_in_a_row))
 
 
@@ -112,7 +112,7 @@ def _multiply(hoist: Any, a: Node, b: Node, left: Any, right: Any) -> Value:
 
 def _turned(hoist: Any, v: Value, sizes: tuple[int, int, int]) -> Value:
     """A row of such sizes with the last two exchanged."""
-    return hoist.builder.take(v, tuple(torch.arange(v.width).view(sizes).mT.flatten().tolist()))
+    return hoist.builder.take(v, flat(torch.arange(v.width).view(sizes).mT))
 
 
 def _sums_of_products(hoist: Any, v: Value, fixed: Node, sizes: tuple[int, ...], transposed: bool) -> Value:
@@ -127,7 +127,7 @@ def _sums_of_products(hoist: Any, v: Value, fixed: Node, sizes: tuple[int, ...],
     width = math.prod(sizes)
     weights = hoist.constant(Recipe(repeated, (fixed,)), width, ("repeated", fixed, sizes, transposed))
     rows = torch.arange(v.width).view(blocks, times, 1, depth).expand(sizes)
-    return m.make("sum", m.mul(m.take(v, tuple(rows.flatten().tolist())), weights), width=blocks * times * columns)
+    return m.make("sum", m.mul(m.take(v, flat(rows)), weights), width=blocks * times * columns)
 
 
 def _each_with_its_own(hoist: Any, a: Node, b: Node, left: Value, right: Value) -> Value:
@@ -138,5 +138,5 @@ def _each_with_its_own(hoist: Any, a: Node, b: Node, left: Value, right: Value) 
     m, terms = hoist.builder, (k, i, j, c)
     first = torch.arange(k * i * c).view(k, i, 1, c).expand(terms)
     second = torch.arange(k * c * j).view(k, 1, c, j).transpose(2, 3).expand(terms)
-    product = m.mul(*(m.take(v, tuple(at.flatten().tolist())) for v, at in ((left, first), (right, second))))
+    product = m.mul(*(m.take(v, flat(at)) for v, at in ((left, first), (right, second))))
     return product if c == 1 else m.make("sum", product, width=k * i * j)
